@@ -54,6 +54,19 @@ def paged(name: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
     return Call(partial(library.make(case, arguments), *operands), lambda out: (out,))
 
 
+def flash_mla(case: DecodeCase, tensors: DecodeTensors) -> Call:
+    """FlashMLA, whose first call plans."""
+    from twin_attention.interop.parity.subjects.library import load
+
+    library, x, spec = load("flash_mla.flash_mla_interface"), tensors.arguments, case.spec
+    q = x["q"].view(spec.batch, spec.tokens, spec.heads_q, spec.head_dim)
+    run = partial(
+        library.flash_mla_with_kvcache, q, x["k_pages"], x["block_tables"], x["seq_lens"],
+        spec.head_dim_v, library.get_mla_metadata()[0], softmax_scale=spec.scale, causal=True,
+    )  # fmt: skip
+    return Call(run, lambda found: (found[0].view(*x["q"].shape[:-1], spec.head_dim_v),))
+
+
 def sdpa_operator(
     backend: Literal["flash", "cudnn"], case: FlashCase, operation: str, tensors
 ) -> Call:
@@ -134,6 +147,7 @@ FLASH: Mapping[str, Callable[..., Call]] = _flash(
     "eager", "FA2", "FA3", "FA4", "cuDNN", "FlexAttention", "jax.nn XLA", "jax.nn cuDNN",
     "jax FA3", "jax Pallas mha", "tokamax Mosaic", "tokamax Triton",
 )  # fmt: skip
+WIDE: Mapping[str, Callable[..., Call]] = _flash("FlexAttention", "efficient", "ffpa-attn")
 PACKED: Mapping[str, Callable[..., Call]] = {
     **_flash("FA2 varlen", "FA3 varlen", "FA4 varlen", "jax FA3 varlen"),
     "FlexAttention": partial(attention, "FlexAttention packed"),

@@ -79,7 +79,7 @@ class Record:
     Attributes:
         case: its fields, with "name".
         operation: "forward", "backward", "both", "decode" or "append"; of training also "optimizer"
-            and "step" (all three); of inference "prefill"; "peak" is a rate of the device (see
+            and "step" (all three), of models "generate"; "peak" is a rate of the device (see
             `bench.peaks`); "parity" compares with the reference, untimed.
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
         target: None for a peer.
@@ -96,6 +96,7 @@ class Record:
         held: bytes of a forward's output and saved activations.
         steps: milliseconds of each training step; the first compiles.
         timeline: bytes by category over a training step.
+        judged: see `bench.training.programs.JudgedModel.judge`.
         gpu, card: see `bench.sampling`.
     """
 
@@ -122,6 +123,7 @@ class Record:
     error: float | None = None
     memory: int | None = None
     held: int | None = None
+    judged: float | None = None
     gpu: dict[str, Any] | None = None
     steps: tuple[float, ...] = ()
     timeline: dict[str, list] | None = None

@@ -38,9 +38,10 @@ SUITES = {
     "host": "the host's share of calls on small problems",
     "first": "first calls in new processes, with empty caches",
     "end-to-end": "training steps, prefill and decode of transformers with each attention",
+    "hugging-face": "training steps and generated tokens of Hugging Face's models",
     "memory": "a training step's memory by category, with our attention and without",
 }
-ON_CPU = ("end-to-end", "memory")  # run a tiny model there
+ON_CPU = ("end-to-end", "hugging-face", "memory")  # run a tiny model there
 
 
 class Suite(Protocol):

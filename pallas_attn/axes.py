@@ -1,7 +1,8 @@
 """Which axes of an operation's arrays are its batch and its heads, and how devices divide these.
 
 An array's axes are a string with a letter for each: "b" is the batch, "h" the query heads, "g" the
-kv heads, "." another axis, which is never divided. "0", "1", ... are axes that `vmap` maps.
+kv heads, "." another axis and "s" that of dropout's seed, which are never divided. "0", "1", ...
+are axes that `vmap` maps.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from twin_attention.targets.kernels import Spec
 # Of each operand; one with fewer axes has the last ones.
 _OPERANDS = {
     FlashOperands: FlashOperands(
-        "b.h.", "b.g.", "b.g.", "h", "b.", "b.", "b.", "b.", "b.", "b...", "bh..", "h.", "bh", "."
+        "b.h.", "b.g.", "b.g.", "h", "b.", "b.", "b.", "b.", "b.", "b...", "bh..", "h.", "bh", "s"
     ),
     VarlenOperands: VarlenOperands(
-        ".h.", ".g.", ".g.", ".", ".", "h", ".", ".", ".", "...", "h.", ".h", "."
+        ".h.", ".g.", ".g.", ".", ".", "h", ".", ".", ".", "...", "h.", ".h", "s"
     ),
     BlockSparseOperands: BlockSparseOperands(
         "b.h.", "b.g.", "b.g.", "bh.", "bh..", "bh.", "bh..", "h"
@@ -85,15 +86,13 @@ def divide(
     """Return how devices divide an operation whose arrays lie over a mesh as `specs` say.
 
     The first array that is divided along a letter's axis decides. The kv heads are divided with the
-    query heads, or stay whole if they are fewer than the devices. With dropout, whose numbers count
-    from the first sequence and head, only axes of `vmap` are divided.
+    query heads, or stay whole if they are fewer than the devices.
     """
     found: dict[str, tuple[str, ...]] = {}
-    undivided = ".bhg" if getattr(spec, "dropout_rate", 0) else "."
     for names, shape, parts in zip(axes, shapes, specs, strict=True):
         for letter, size, part in zip(names, shape, (*parts, *[None] * len(shape)), strict=False):
             letter = "h" if letter == "g" else letter
-            if letter in undivided or part is None or letter in found:
+            if letter in ".s" or part is None or letter in found:
                 continue
             own = part if isinstance(part, tuple) else (part,)
             own = tuple(x for x in own if not any(x in other for other in found.values()))

@@ -36,6 +36,7 @@ from pallas_attn.axes import Division, axes_of, divide, of_device, partition, sh
 from pallas_attn.switches import promoting
 from pallas_attn.varying import alike
 from twin_attention import __version__
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.kernels import Spec
 
@@ -108,7 +109,13 @@ def _device_program(
         devices = prod(mesh[x] for x in division["h"])
         return lax.axis_index(division["h"]) // (devices // operation.spec.heads_kv)
 
+    def start(letter: str, size: int) -> Array | int:
+        return lax.axis_index(division[letter]) * size if letter in division else 0
+
     def take(names: str, x: Array) -> Array:
+        if "s" in names and isinstance(own, AttentionSpec):
+            first = jnp.array([0, 0, start("b", own.batch), start("h", own.heads_q)], x.dtype)
+            return jnp.concatenate([x, jnp.zeros_like(x)], -1)[..., :4] + first
         if shares and "g" in names:
             return lax.dynamic_slice_in_dim(x, own_head(), 1, names.index("g"))
         return x
@@ -154,10 +161,7 @@ def _over_mesh(operation: _Operation, args: tuple[Any, ...], mesh: Any) -> list[
         for x, place in zip(arrays, places, strict=True)
     )
 
-    def run(spec: Spec, *arrays: Array) -> list[Array | None]:
-        return _bind(_Operation(operation.run, spec, operation.name), arrays)
-
-    program = _device_program(replace(operation, run=run), division, sizes)
+    program = _device_program(_hidden(operation), division, sizes)
     if not used:
         return program(*arrays)
     return jax.shard_map(
@@ -170,6 +174,17 @@ def _over_mesh(operation: _Operation, args: tuple[Any, ...], mesh: Any) -> list[
     )(*placed)
 
 
+def _hidden(operation: _Operation) -> _Operation:
+    """Return an operation that only its lowering looks into: `custom_partitioning` and `shard_map`
+    see neither its constants nor its types.
+    """
+
+    def run(spec: Spec, *arrays: Array) -> list[Array | None]:
+        return _bind(_Operation(operation.run, spec, operation.name), arrays)
+
+    return replace(operation, run=run)
+
+
 _shards = Primitive("attention_on_shards")
 _shards.multiple_results = True
 
@@ -180,7 +195,8 @@ def _bind(operation: _Operation, arrays: Sequence[Array]) -> list[Array | None]:
     places: list[bool] = []
 
     def run(*arrays: Array) -> list[Array]:
-        found = operation.run(operation.spec, *arrays)
+        own = _hidden(operation) if operation.axes else operation
+        found = own.run(operation.spec, *arrays)
         places[:] = [x is not None for x in found]
         pairs = zip(operation.results, found, strict=False)
         kept[:] = [names for names, x in pairs if x is not None]
@@ -210,7 +226,7 @@ def _partitioned(
 
     def place(mesh: Any, arrays: Sequence[Any], _: Any) -> tuple[Any, ...]:
         division, of_results = divided(mesh, arrays)
-        program = _device_program(operation, division, dict(mesh.shape))
+        program = _device_program(_hidden(operation), division, dict(mesh.shape))
 
         def on_device(*arrays: Array) -> list[Array]:
             return [x for x in program(*arrays) if x is not None]

@@ -1,8 +1,8 @@
 """In every row of docs/coming-from.md the other library's call and ours give the same.
 
-SDPA, jax.nn, nn.MultiheadAttention and transformers are real; flash-attn, xformers, FlashInfer,
-FlashMLA and vLLM need a GPU, so plain definitions stand in for them, and for FlexAttention's
-backward.
+SDPA, jax.nn, nn.MultiheadAttention and transformers are real; flash-attn, ffpa-attn, xformers,
+FlashInfer, FlashMLA and vLLM need a GPU, so plain definitions stand in for them, and for
+FlexAttention's backward.
 """
 
 from __future__ import annotations
@@ -156,6 +156,17 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
         **cache(dtype, "k_cache", "v_cache"),
         "n": torch.tensor([5, 9], dtype=torch.int32),
     }  # fmt: skip
+
+
+def ffpa_attn(dtype: torch.dtype) -> dict[str, Any]:
+    def ffpa_attn_func(q, k, v, is_causal=False, scale=None, enable_gqa=False):
+        heads_last = zip(*(x.transpose(1, 2) for x in (q, k, v)), strict=True)
+        outs = [plain(*qkv, scale, is_causal)[0] for qkv in heads_last]
+        return torch.stack(outs).transpose(1, 2)
+
+    names = {name: x.transpose(1, 2) for name, x in qkv(dtype).items()}
+    views = {f"{name}t": x.transpose(1, 2) for name, x in names.items()}
+    return {"ffpa_attn_func": ffpa_attn_func, **names, **views}
 
 
 def sdpa(dtype: torch.dtype) -> dict[str, Any]:
@@ -499,9 +510,9 @@ def cache(dtype: torch.dtype, keys: str, values: str) -> dict[str, Tensor]:
 
 
 LIBRARIES = {
-    "flash-attn": flash_attn, "torch SDPA": sdpa, "FlexAttention": flexattention,
-    "nn.MultiheadAttention": multihead, "xformers": xformers, "jax.nn": jax_nn, "Flax": flax,
-    "FlashInfer": flashinfer, "FlashMLA": flash_mla, "vLLM": vllm,
+    "flash-attn": flash_attn, "ffpa-attn": ffpa_attn, "torch SDPA": sdpa,
+    "FlexAttention": flexattention, "nn.MultiheadAttention": multihead, "xformers": xformers,
+    "jax.nn": jax_nn, "Flax": flax, "FlashInfer": flashinfer, "FlashMLA": flash_mla, "vLLM": vllm,
     "Hugging Face transformers": transformers,
 }  # fmt: skip
 

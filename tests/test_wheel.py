@@ -96,6 +96,8 @@ def test_the_metadata_is_for_users(wheel):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (x for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
+        plugins = archive.read(name.replace("METADATA", "entry_points.txt"))
+    assert plugins.split() == b"[pytest11] twin_attention = twin_attention.pytest_plugin".split()
     extras = {"cuda12", "cuda13", "jax", "parity", "torch", "triton"}
     assert set(metadata.get_all("Provides-Extra")) == extras
     links = re.findall(r'\]\(([^)]*)|(?:src|srcset)="([^"]*)', metadata.get_payload())

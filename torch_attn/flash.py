@@ -120,7 +120,8 @@ def flash_attention(
         dropout_rate: share of probabilities to drop, at least 0 and below 1, rounded to a multiple
             of 2^-16. The others are divided by the share kept.
         dropout_seed: [2] int32 or uint32, decides what is dropped, in the backward too. Give each
-            layer and step its own.
+            layer and step its own. With [4] the last two are the first batch element and query
+            head, of a part of a batch.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which can be faster. None: as ``torch.are_deterministic_algorithms_enabled()``
             says.

@@ -44,7 +44,8 @@ def check_attention(
         function: takes operands and options of one of `torch_attn`'s functions by name, as far as
             it has parameters for them, and returns out, or out and the log-sum-exp.
         supports: names of `FEATURES`: the function, dtypes and options that it computes, with
-            "gradients" and "lse" for what it returns; "NaN" if padding may hold it.
+            "gradients", "lse" and "gradient of lse" for what it returns; "NaN" if padding may hold
+            it.
         suite: of named cases; None for none.
         seconds: of random problems, of `longest` tokens or so.
         problem: only this one, as a failure prints it.

@@ -1,6 +1,6 @@
-"""Write the picture of README and the tables of docs/benchmarks.md from the committed records.
+"""Write README's picture, tables of docs/benchmarks.md and docs/hugging-face.md, from records.
 
-Each number is the geometric mean, over cases, of the fastest other library's time divided by ours.
+A speed is the geometric mean, over cases, of the fastest other library's time divided by ours.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from bench.records import Record, load
-from bench.report.tables import best_peer, by_case, groups, ratio, runs
+from bench.report.tables import best_peer, by_case, groups, number, percent, ratio, runs
 from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 from twin_attention.interop.rendering.tables import Grid, to_markdown
 from twin_attention.targets.foreign import gluon_is_faster
@@ -178,21 +178,42 @@ aria-label="{title}" font-family="system-ui, sans-serif" font-size="14" fill="{i
 """
 
 
+def models(records: Sequence[Record]) -> Grid:
+    """Return the table of docs/hugging-face.md: milliseconds, and tokens that the judge prefers."""
+    labels = {"torch twin sm90": "ours", "torch sdpa": "SDPA", "torch eager": "eager"}
+    titles = {"step": "step, ms", "generate": "64 tokens, ms", "tokens": "same tokens"}
+    rows: Grid = [["", *(f"{x}: {name}" for x in titles.values() for name in labels.values())]]
+    for size, group in groups(records, lambda r: r.case["size"]).items():
+        found = {(r.operation, r.label): number(r.times.median) for r in group if r.times} | {
+            ("tokens", r.label): percent(r.judged)
+            for r in group
+            if r.operation == "generate" and r.judged is not None
+        }
+        rows.append([size, *(found.get((x, label), "") for x in titles for label in labels)])
+    return rows
+
+
 def files() -> dict[Path, str]:
-    """Return the pictures, and the page with its tables, by path."""
+    """Return the pictures, and the pages with their tables, by path."""
     found, docs = measured(), ROOT / "docs"
-    before, rest = (docs / "benchmarks.md").read_text(encoding="utf-8").split(BEGIN)
     parts = [part for title, grid in tables(found) for part in (f"## {title}", to_markdown(grid))]
-    page = "\n\n".join([before + BEGIN, *parts, END + rest.split(END)[1]])
+    path = ROOT / "bench" / "results" / "h200-hugging-face.jsonl.gz"
+    written = {"benchmarks.md": parts}
+    if path.exists():
+        written["hugging-face.md"] = [to_markdown(models(load(path)))]
+    pages = {}
+    for name, parts in written.items():
+        before, rest = (docs / name).read_text(encoding="utf-8").split(BEGIN)
+        pages[docs / name] = "\n\n".join([before + BEGIN, *parts, END + rest.split(END)[1]])
     names = {"speed": False, "speed-dark": True}
     pictures = {
         docs / "images" / f"{x}.svg": to_svg(bars(found), dark) for x, dark in names.items()
     }
-    return pictures | {docs / "benchmarks.md": page}
+    return pictures | pages
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    about = "write README's picture and the tables of docs/benchmarks.md"
+    about = "write README's picture and tables of documents"
     commands.add_parser("overview", help=about, description=__doc__).set_defaults(run=run)
 
 

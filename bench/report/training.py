@@ -7,7 +7,7 @@ from bench.peaks import datasheet
 from bench.records import Record
 from bench.registry import Cells
 from bench.report.tables import groups, number, percent, status, to_grid
-from bench.training.case import INFERENCE, PHASES
+from bench.training.case import PHASES
 from bench.training.steps import OPERATIONS, WARMUPS, mean_after
 from twin_attention.interop.rendering.tables import Grid
 
@@ -57,20 +57,6 @@ def phases(records: Sequence[Record]) -> Grid:
     return to_grid(rows)
 
 
-def inference(records: Sequence[Record]) -> Grid:
-    """Return a row per implementation of a case: prefill and decode, rate, memory, status."""
-    rows = []
-    for group in trainings(records, INFERENCE):
-        prefill = group["prefill"]
-        row: Cells = {"case": prefill.case["name"], "implementation": prefill.label}
-        row |= {f"{name}, ms": mean_text(record, WARMUPS[-1]) for name, record in group.items()}
-        row["prefill MFU"] = mfu(prefill)
-        for name, record in group.items():
-            row[f"{name} peak, MB"] = _megabytes(record.memory)
-        rows.append(row | {"status": status(prefill)})
-    return to_grid(rows)
-
-
 def warmups(records: Sequence[Record]) -> Grid:
     """Return a row per implementation of a case: its means after each warm-up."""
     rows = []
@@ -110,13 +96,11 @@ def _compared(ours: Record, group: Sequence[Record]) -> list[str]:
     return [number(own), best, f"{timed[best]:.2f}" if best else "", before_text]
 
 
-def trainings(
-    records: Sequence[Record], operations: Sequence[str] = OPERATIONS
-) -> Iterator[dict[str, Record]]:
+def trainings(records: Sequence[Record]) -> Iterator[dict[str, Record]]:
     for group in groups(records, lambda r: (r.case["name"], r.label)).values():
         found = {record.operation: record for record in group}
-        if found.keys() >= set(operations):
-            yield {name: found[name] for name in operations}
+        if found.keys() >= set(OPERATIONS):
+            yield {name: found[name] for name in OPERATIONS}
 
 
 def _megabytes(count: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Training steps and inference of `models/` with each attention, in both frameworks."""
+"""Training steps of `models/` with each attention, in both frameworks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import partial
 from bench.job import Entry
 from bench.records import Record
 from bench.report.tables import status
-from bench.report.training import GAINS, gains, inference, mfu, phases, warmups
+from bench.report.training import GAINS, gains, mfu, phases, warmups
 from bench.suites.columns import MEMORY, MODEL, SAVED
-from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, TrainingCase
-from bench.training.job import TrainingJob, start, start_inference
+from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, TrainingCase
+from bench.training.job import TrainingJob, start
 from bench.training.steps import OPERATIONS, WARMUPS, observe
 from twin_attention.interop.rendering.tables import Grid
 
-TITLE = "Training steps and inference"
+TITLE = "Training steps"
 NOTE = (
     "A step is a forward with its loss, a backward and an AdamW update, of a transformer of "
     "`models/` on random tokens. A case is a size, batch x context, and a dtype: 'mixed' is "
@@ -27,18 +27,13 @@ NOTE = (
     "FLOPs are the model's, with a backward of two forwards and no optimizer; MFU is their rate "
     "over the datasheet's for bfloat16, whatever the dtype. Saved is what a forward leaves for its "
     "backward, memory all that is allocated at the peak, parameters and optimizer included; of JAX "
-    "it is what XLA plans. A CPU's memory is not known to torch. 'llama' is Hugging Face's Llama "
-    "in the same shapes: 'twin' is our attention by the library's adapter, the others are "
-    "transformers' own. A prefill takes a prompt of the context's length until the first token is "
-    "there, a decode from there to the second one, over a cache that grows (DynamicCache); the "
-    "host waits for both, and there are no gradients."
+    "it is what XLA plans. A CPU's memory is not known to torch."
 )
 
-TINY = (TrainingCase("tiny", 2, 64), TrainingCase("tiny", 2, 64, "bfloat16", "llama"))
+TINY = (TrainingCase("tiny", 2, 64),)
 # By value, because a run may be cut off.
 CASES = (
     *(TrainingCase("M", 1, context) for context in (4096, 16384)),
-    TrainingCase("M", 1, 4096, "bfloat16", "llama"),
     TrainingCase("M", 4, 4096),
     *(TrainingCase("S", 1, context) for context in (1024, 4096, 16384, 65536)),
     *(TrainingCase("S", 4, 1024, dtype) for dtype in ("mixed", "float32", "bfloat16")),
@@ -74,17 +69,14 @@ def _jobs(case: TrainingCase, framework: str, target: str | None) -> Iterator[Tr
             name = f"{framework} {attention}{mode}"
             subject = Entry(name, target if attention == "twin" else None)
             device = "cpu" if target is None else "cuda"
-            if case.form == "llama":
-                begin = partial(start_inference, case, attention, device)
-                yield TrainingJob(case, subject, begin, observe, INFERENCE)
             begin = partial(start, case, framework, attention, device, compiled=bool(mode))
             yield TrainingJob(case, subject, begin, observe, OPERATIONS)
 
 
 def _tokens_per_second(record: Record) -> float | None:
-    length = {"optimizer": 0, "decode": 1}.get(record.operation, record.case["context"])
-    tokens = record.case["batch"] * length
-    return 1e3 * tokens / record.times.median if tokens and record.times else None
+    tokens = record.case["batch"] * record.case["context"]
+    counts = record.operation != "optimizer"
+    return 1e3 * tokens / record.times.median if counts and record.times else None
 
 
 COLUMNS = MODEL | {
@@ -100,6 +92,5 @@ def tables(records: Sequence[Record]) -> dict[str, Grid]:
     return {
         GAINS: gains(records),
         f"Phases after a warm-up of {WARMUPS[-1]} steps ({deviation})": phases(records),
-        f"Inference after a warm-up of {WARMUPS[-1]} prompts ({deviation})": inference(records),
         f"Phases after a warm-up of {after} steps, ms ({deviation})": warmups(records),
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
 from bench import ours
 from bench.job import Entry, Job
-from bench.peers import FLASH, PACKED
+from bench.peers import FLASH, PACKED, WIDE
 from bench.problems import Factories, absent, attention_jobs
 from bench.records import Record
 from bench.registry import Column
@@ -17,7 +18,7 @@ from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 
 TITLE = "Flash attention"
 NOTE = (
-    "bfloat16; batch and heads follow from 16384 tokens and 2048 channels, but for eight more "
+    "bfloat16; batch and heads follow from 16384 tokens and 2048 channels, but for 13 more "
     "shapes, all causal, for which nothing was tuned; one is packed, B documents of S tokens in "
     "all. "
     "FLOPs are those of the "
@@ -35,6 +36,7 @@ LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
 MORE = (
     (2, 8192, 16, 16, 128), (8, 2048, 32, 8, 128), (4, 3000, 16, 4, 128), (1, 12288, 16, 16, 128),
     (4, 4096, 32, 32, 128), (2, 6144, 8, 8, 256), (16, 1024, 16, 16, 96),
+    (4, 4096, 6, 6, 320), (4, 4096, 4, 4, 512), (2, 8192, 4, 4, 512), (1, 16384, 4, 4, 512),
 )  # fmt: skip
 DOCUMENTS = (1531, 6145, 377, 2567, 8191, 1013, 1797, 647, 4099, 2041, 1291, 3069)
 MORE_PEERS = ("FA2", "FA3", "FA4", "jax FA3", "cuDNN", "tokamax Mosaic")
@@ -87,6 +89,7 @@ def more_cases() -> list[FlashCase | VarlenCase]:
         name = f"{batch}x{length}x{heads}{kv}x{head_dim}-causal"
         case = FlashCase(name, batch, length, length, heads, heads_kv, head_dim, causal=True)
         found.append(case)
+    found.append(replace(found[-1], name=f"{found[-1].name}-window", window_size=(1023, None)))
     lengths = tuple((n, n) for n in DOCUMENTS)
     name = f"{len(lengths)}-documents-{sum(DOCUMENTS)}x16x128-causal"
     return [*found, VarlenCase(name, lengths, (0, 0), 16, 16, 128)]
@@ -99,6 +102,8 @@ def _factories(targets: Sequence[str], case: FlashCase | VarlenCase) -> Factorie
     if case in more_cases():
         factories = ours.flash_factories(targets[:1])
         peers = {Entry(name): FLASH[name] for name in MORE_PEERS}
+        if case.head_dim > 256:
+            peers = {Entry(name): factory for name, factory in WIDE.items()}
         return {x: make for x, make in factories.items() if x[0] not in ONE_SHAPE} | peers
     peers = {Entry(name): factory for name, factory in FLASH.items()}
     factories = ours.flash_factories(targets) | peers

@@ -12,11 +12,12 @@ from typing import Any
 
 from bench import ours
 from bench.job import Call, Entry, Job
-from bench.peers import DECODE
+from bench.peers import DECODE, flash_mla
 from bench.problems import DecodeFactories, DecodeTensors, decode_job
 from bench.records import Record
 from bench.registry import Column
 from bench.suites.columns import HOST, of_median, scaled
+from twin_attention.contract.paged_spec import LATENT_DIM_MAX
 from twin_attention.interop.parity.cases import DecodeCase
 
 TITLE = "Paged decode"
@@ -48,6 +49,7 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
 )
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
 VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head dimensions
+LATENT_HEADS = (16, 128)  # of DeepSeek V3 on eight devices, and on one
 DRAFTS = 64  # new tokens, in a tree and without one
 # With cascades: sequences, keys of each, query heads, kv heads, shared first pages.
 SHARED = ((64, 8704, 32, 8, 512), (64, 8704, 32, 8, 0), (64, 1024, 32, 8, 0))
@@ -117,6 +119,8 @@ def jobs(targets: Sequence[str]) -> list[Job]:
         for tree in ("", "drafts")
     ]
     planned += [(_batch(*shape, head_dim=d), everything) for d in (64, 256) for shape in VARIED]
+    mla = {Entry("FlashMLA"): flash_mla}
+    planned += [(_latent(heads), native | mla) for heads in LATENT_HEADS]
     found = [decode_job(case, factories) for case, factories in planned]
     return found + [_shared_job(*sizes, factories=native | peers) for sizes in SHARED]
 
@@ -146,6 +150,13 @@ def _sharing(
     tensors = inputs(device)
     tensors.block_tables[:, :pages] = tensors.block_tables[:1, :pages].clone()
     return tensors
+
+
+def _latent(heads: int) -> DecodeCase:
+    return DecodeCase(
+        f"latent-64x8192-heads-{heads}", (8192,) * 64, 1, heads, 1, LATENT_DIM_MAX, 512,
+        dtype="bfloat16", page_size=64, max_pages=128, latent=True,
+    )  # fmt: skip
 
 
 def _sweep(length: int) -> DecodeCase:

@@ -1,1 +1,1 @@
-"""Training steps and inference of `models/`, for the suites "end-to-end" and "memory"."""
+"""Training steps, for the suites "end-to-end", "hugging-face" and "memory"."""

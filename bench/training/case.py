@@ -19,18 +19,16 @@ ATTENTIONS = {"torch": ("twin", "eager", "sdpa", "cudnn", "flex"), "jax": ("twin
 # Of a model whose attention no other has.
 FORM_ATTENTIONS = {
     "gpt": ("twin", "eager"),  # the form with LayerNorm and GELU is that of older reports
-    "llama": ("twin", "eager", "sdpa", "flex"),  # what `models.llama` knows
 }
 PHASES = ("forward", "backward", "optimizer")
-INFERENCE = ("prefill", "decode")  # of the prompt, and of one token after it
 
 
 @dataclass(frozen=True)
 class TrainingCase:
     """A model, a batch and dtypes.
 
-    size: of `models.config.make_config`.
-    form: of `make_config`, or "llama": `models.llama` in the modern form's shape.
+    size: of `models.config.make_config`; or a model of `bench.training.programs`.
+    form: of `make_config`.
     dtype: a name of `DTYPES`; "mixed" is bfloat16 arithmetic on float32 parameters.
     """
 
@@ -38,7 +36,7 @@ class TrainingCase:
     batch: int
     context: int
     dtype: str = "mixed"
-    form: Literal["modern", "gpt", "llama"] = "modern"
+    form: Literal["modern", "gpt"] = "modern"
 
     @property
     def name(self) -> str:
@@ -51,7 +49,7 @@ class TrainingCase:
 
     @property
     def config(self) -> ModelConfig:
-        return make_config(self.size, "gpt" if self.form == "gpt" else "modern")
+        return make_config(self.size, self.form)
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -63,20 +61,15 @@ class TrainingCase:
         """Count the operations of the model's matrix products and visible pairs.
 
         As for model FLOPs utilisation (Chowdhery et al. 2022), a backward has twice a forward's,
-        and recomputation and the optimizer do not count. Prefill and decode predict one token per
-        sequence.
+        and recomputation and the optimizer do not count.
         """
         config, tokens = self.config, self.context
-        queries, keys, predicted = {
-            "prefill": (tokens, tokens, 1),
-            "decode": (1, tokens + 1, 1),
-        }.get(operation, (tokens, tokens, tokens))
         head = config.vocab_size * config.d_model
         looked_up = 0 if config.tied_head else head
         layers = config.num_parameters - looked_up - head
-        products = 2 * self.batch * (layers * queries + head * predicted)
+        products = 2 * self.batch * tokens * (layers + head)
         attention = FlashCase(
-            self.name, self.batch, queries, keys, config.num_heads, config.num_heads_kv,
+            self.name, self.batch, tokens, tokens, config.num_heads, config.num_heads_kv,
             config.head_dim, causal=True,
         )  # fmt: skip
         forward = products + config.num_layers * forward_flops(attention.spec)

@@ -1,4 +1,4 @@
-"""Run a training or an inference, and keep a record per operation."""
+"""Run a training, and keep a record per operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Show = Callable[[str], object]
 
 
 class Steps(Protocol):
-    """A model with one batch: `Inference`, `TorchTraining` or `JaxTraining`."""
+    """A model with one batch."""
 
     def time_step(self) -> dict[str, float]: ...
 
@@ -89,8 +89,6 @@ def start(
     case: TrainingCase, framework: str, attention: str, device: str, compiled: bool = False
 ) -> Training:
     """Make a training; NotImplementedError: the device does not run the attention for this case."""
-    if case.form == "llama":
-        _import_llama()
     if framework == "torch":
         from bench.training.torch_training import TorchTraining
 
@@ -100,18 +98,3 @@ def start(
     from bench.training.jax_training import JaxTraining
 
     return JaxTraining(case, attention)
-
-
-def start_inference(case: TrainingCase, attention: str, device: str) -> Steps:
-    """Make an inference of a case of the form "llama"; errors are those of `start`."""
-    _import_llama()
-    from bench.training.inference import Inference
-
-    return Inference(case, attention, device)
-
-
-def _import_llama() -> None:
-    try:
-        import models.llama  # noqa: F401
-    except ImportError as error:  # not installed, or too old for the adapter
-        raise Absent(f"transformers: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from bench.training.case import PHASES, TrainingCase
 from bench.training.timeline import Timeline
 from bench.training.torch_memory import record_timeline
 from models.torch_model import Transformer, next_token_loss
-
-if TYPE_CHECKING:
-    from models.llama import Llama
 
 LEARNING_RATE = 3e-4
 
@@ -29,7 +26,6 @@ class TorchTraining:
     def __init__(self, case: TrainingCase, attention: str, device: str, compiled: bool) -> None:
         self.model = make_model(case, attention, device)
         if compiled:
-            assert isinstance(self.model, Transformer)
             for layer in self.model.layers:
                 layer.compile(dynamic=False)
         self.parameters = list(self.model.parameters())
@@ -54,7 +50,7 @@ class TorchTraining:
 
         On a GPU the clock is an event after each phase, so nothing waits.
         """
-        mark, between = _clock(self.tokens.is_cuda)
+        mark, between = clock(self.tokens.is_cuda)
         marks = [mark()]
         for phase in PHASES:
             getattr(self, phase)()
@@ -81,15 +77,11 @@ class TorchTraining:
         return record_timeline(phases, self.parameters, self.adamw)
 
 
-def make_model(case: TrainingCase, attention: str, device: str) -> Transformer | Llama:
+def make_model(case: TrainingCase, attention: str, device: str) -> Transformer:
     """Return a case's model, without earlier compilations."""
     torch.compiler.reset()  # what another case compiled neither counts nor keeps its memory
     torch.manual_seed(0)
     dtypes = {name: getattr(torch, dtype) for name, dtype in case.dtypes.items()}
-    if case.form == "llama":
-        from models.llama import Llama
-
-        return Llama(case.config, attention, device=device, **dtypes)
     return Transformer(case.config, attention, device=device, **dtypes)
 
 
@@ -99,7 +91,7 @@ def make_tokens(case: TrainingCase, device: str) -> torch.Tensor:
     return torch.randint(case.config.vocab_size, shape, device=device)
 
 
-def _clock(is_cuda: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
+def clock(is_cuda: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
     """Return a function that marks a time, and one for the milliseconds between marks."""
     if not is_cuda:
         return time.perf_counter, lambda start, end: (end - start) * 1e3

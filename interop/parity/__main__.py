@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -87,18 +87,15 @@ def main(arguments: list[str] | None = None) -> int:
             return run_one(groups, device, options.problem)
     except ValueError as error:
         parser.error(f"--problem: {error}")
-    if options.fuzz is None:
-        return _run(suites, groups, device, options)[0]
-    code, report = _run(suites, groups, device, options) if options.subject else (0, None)
-    if code == INTERRUPTED:
-        return code
-    found = fuzz(groups, device, options.fuzz, options.seed, options.jobs, options.output)
-    if report is not None:
-        from twin_attention.interop.parity.report import write
+    if options.fuzz is None and not options.subject:
+        return _run(suites, groups, device, options)
+    asked = (options.fuzz, options.seed, options.jobs)
+    if not options.subject:
+        return int(not fuzz(groups, device, *asked))
+    from twin_attention.interop.parity.report import write_table
 
-        planned = report.planned + len(found)
-        write(replace(report, planned=planned, cases=report.cases + found), options.output)
-    return max(code, int(not all(result.ok for result in found)))
+    named, write = [*chain(*suites.values())], partial(write_table, folder=options.output)
+    return int(not fuzz(groups, device, *asked, named, write))
 
 
 def _list(cases: Iterable[Case]) -> None:
@@ -117,7 +114,7 @@ def _run(
     groups: list[list[Subject]],
     device: str,
     options: argparse.Namespace,
-) -> tuple[int, Report]:
+) -> int:
     from twin_attention.interop.parity.environment import choose_jobs, facts
     from twin_attention.interop.parity.harness import run_case, what_runs
     from twin_attention.interop.parity.report import write
@@ -128,8 +125,6 @@ def _run(
     console = console_of(LOG_WIDTH)
     cases = list(chain(*suites.values()))
     subjects = [subject for group in groups for subject in group]
-    if options.subject:
-        cases = [x for x in cases if any(subject.supports(x) is None for subject in subjects)]
     texts = " or ".join(repr(text) for text in options.filter)
     chosen = f"{options.suite}, {len(cases)} cases" + (
         f" with {texts} in the name" if any(options.filter) else ""
@@ -156,7 +151,6 @@ def _run(
     with table:
         try:
             for suite, members in suites.items():
-                members = [case for case in members if case in cases]
                 with closing(run_cases(members, run, jobs[suite], table.begin)) as finished:
                     for result in finished:
                         results.append(result)
@@ -166,7 +160,7 @@ def _run(
     results.sort(key=lambda result: names.index(result.name))
     report = Report(header, len(cases), results)
     print_summary(console, report, write(report, options.output))
-    return (1 if not report.ok else INTERRUPTED if interrupted else 0), report
+    return 1 if not report.ok else INTERRUPTED if interrupted else 0
 
 
 def _choose(suite: str, texts: Sequence[str]) -> list[Case]:
@@ -232,8 +226,8 @@ def _parser() -> argparse.ArgumentParser:
         "--fuzz",
         type=count,
         metavar="SECONDS",
-        help="run random problems for SECONDS, each with a time limit, instead of a suite, or "
-        "after it with --subject",
+        help="run random problems for SECONDS, each with a time limit, instead of a suite; with "
+        "--subject the suite comes first, within the same time",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the random problems (default: 0)"

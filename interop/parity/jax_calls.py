@@ -49,9 +49,14 @@ def with_gradients(attend: Attend, count: int | None = None) -> Attend:
 
     def both(dout: Any, *operands: Any) -> tuple[Any, ...]:
         first, rest = operands[:count], operands[len(operands[:count]) :]
-        out, pull = jax.vjp(lambda *x: attend(*x, *rest), *first)
-        if isinstance(out, tuple):  # what has no gradient comes last
-            dout = (*dout, *map(jax.numpy.zeros_like, out[len(dout) :]))
-        return out, *(dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0)
+
+        def split(*x: Any) -> tuple[Any, Any]:
+            out = attend(*x, *rest)  # what has no gradient comes last
+            return (out[: len(dout)], out[len(dout) :]) if isinstance(out, tuple) else (out, ())
+
+        out, pull, more = jax.vjp(split, *first, has_aux=True)
+        return (*out, *more) if more else out, *(
+            dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0
+        )
 
     return both

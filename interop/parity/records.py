@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -15,8 +15,9 @@ from twin_attention.contract.tolerances import Agreement
 FEATURES = (
     "flash_attention", "flash_attention_varlen", "block_sparse_attention", "dilated_attention",
     "paged_decode", "paged_attention", "float16", "bfloat16", "float32", "tf32", "float8_e4m3fn",
-    "int8", "gradients", "lse", "NaN", "causal", "Sq != Skv", "window", "scale", "softcap",
-    "sinks", "segments", "tree", "depths", "bias", "relative", "alibi", "wide terms",
+    "int8", "gradients", "lse", "gradient of lse", "NaN", "causal", "Sq != Skv", "window", "scale",
+    "scale of 0 or less", "softcap", "sinks", "segments", "tree", "depths", "bias", "relative",
+    "alibi", "wide terms",
     "packed terms", "dropout_rate", "row_max", "GQA", "Dv != D", "D > 128", "D > 256",
     "D not 64, 128 or 256", "rows without a key", "no tokens", "empty sequences",
     "several lengths", "several tokens", "padding", "strided", "cascade", "scale_shape",
@@ -246,6 +247,12 @@ def failures(result: CaseResult) -> list[str]:
     return lines
 
 
+def without_rounds(result: CaseResult) -> CaseResult:
+    """Return a random problem's result with its subjects' labels only."""
+    labels = (replace(c, subject=c.subject.partition(",")[0]) for c in result.comparisons)
+    return replace(result, comparisons=[*labels])
+
+
 def features_of(problem: dict[str, Any]) -> list[str]:
     """Return what a subject must know for a case, given its fields; the function comes first.
 
@@ -260,6 +267,7 @@ def features_of(problem: dict[str, Any]) -> list[str]:
         "window": problem.get("window_size") not in (None, (None, None)),
         "Sq != Skv": (left, right) != (inf, inf) and any(m != n for m, n in pairs),
         "GQA": problem.get("heads_q") != problem.get("heads_kv") and "softcap" in problem,
+        "scale of 0 or less": (problem.get("scale") or 1) < 0 or problem.get("scale") == 0,
         "Dv != D": len(sizes) > 1,
         "D > 128": max(sizes) > 128,
         "D > 256": max(sizes) > 256,

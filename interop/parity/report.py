@@ -21,7 +21,7 @@ from twin_attention.interop.parity.records import (
 )
 from twin_attention.interop.parity.table import ratio_text
 from twin_attention.interop.rendering.page import facts, figure, page
-from twin_attention.interop.rendering.tables import Cell, to_html
+from twin_attention.interop.rendering.tables import Cell, to_html, to_markdown
 from twin_attention.targets.config import PACKAGES
 from twin_attention.targets.family import families_of
 
@@ -51,6 +51,28 @@ def write(report: Report, folder: Path) -> list[Path]:
     json_path.write_text(report.to_json(), encoding="utf-8")
     html_path.write_text(to_page(report), encoding="utf-8")
     return [json_path, html_path]
+
+
+def write_table(report: Report, folder: Path) -> None:
+    """Write ``conformance.json`` and ``conformance.md``: subjects by features, and failures."""
+    parts = ["# Libraries by properties", _MATRIX]
+    parts += ["\n".join(f"- {name}: {value}" for name, value in report.facts.items())]
+    for function, rows in _groups(report).items():
+        cases = rows[function]
+        subjects = _subjects(cases)
+        outputs = dict.fromkeys(c.output for case in cases for c in case.comparisons)
+        grid = [["", *subjects]]
+        grid += [[f"*{x}*", *(_passed(cases, y, x).text for y in subjects)] for x in outputs]
+        for name, some in rows.items():
+            title = "all" if name == function else name.removeprefix(f"{function}, ")
+            grid.append([title, *(_passed(some, subject).text for subject in subjects)])
+        parts += [f"## {function}", to_markdown(grid)]
+    parts += ["## Failures"] if report.failed else []
+    for case in report.failed:
+        parts.append("\n".join(["```", *failures(case), *filter(None, [case.line]), "```"]))
+    (folder / "conformance.json").write_text(report.to_json(), encoding="utf-8")
+    (folder / "conformance.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"wrote {folder / 'conformance.md'}")
 
 
 def to_page(report: Report) -> str:
@@ -94,40 +116,55 @@ def _worst(report: Report) -> str:
 
 def _matrix(report: Report) -> str:
     """Return a row per function and option, and a column per family."""
-    subjects = list(dict.fromkeys(run.subject for case in report.cases for run in case.runs))
+    subjects = _subjects(report.cases)
     pairs = [(a, b) for a, b in product(subjects, subjects) if a < b and _run_the_same(a, b)]
-    groups: dict[str, dict[str, list[CaseResult]]] = {}  # by function, and by what its row is named
-    for case in report.cases:
-        function, *features = features_of(case.problem)
-        names = [function, *(f"{function}, {x}" for x in features)]
-        for name in names:
-            groups.setdefault(function, {}).setdefault(name, []).append(case)
     rows = [
         [
             name,
             *(_passed(cases, subject) for subject in subjects),
             *(_equal_bits(cases, pair) for pair in pairs),
         ]
-        for rows_of_function in groups.values()
+        for rows_of_function in _groups(report).values()
         for name, cases in rows_of_function.items()
     ]
     titles = [*map(_family_title, subjects), *(f"same bits: {a} and {b}" for a, b in pairs)]
     return to_html(["problem", *titles], rows)
 
 
-def _passed(cases: list[CaseResult], subject: str) -> Cell:
+def _subjects(cases: list[CaseResult]) -> list[str]:
+    return list(dict.fromkeys(run.subject for case in cases for run in case.runs))
+
+
+def _groups(report: Report) -> dict[str, dict[str, list[CaseResult]]]:
+    """Return cases by function, and by what their row is named: the function, or a feature."""
+    groups: dict[str, dict[str, list[CaseResult]]] = {}
+    for case in report.cases:
+        function, *features = features_of(case.problem)
+        for name in (function, *(f"{function}, {x}" for x in features)):
+            groups.setdefault(function, {}).setdefault(name, []).append(case)
+    return groups
+
+
+def _passed(cases: list[CaseResult], subject: str, output: str = "") -> Cell:
+    """Return how many cases passed and ran, and the worst ratio, of one output or of all."""
     runs = [(case, run) for case in cases for run in case.runs if run.subject == subject]
-    found = [c for case in cases for c in case.comparisons if c.title == subject]
-    if not runs:
-        return Cell("not claimed", "muted")
-    if refused := sum(run.refused is not None for _, run in runs):
-        return Cell(f"refuses {refused} of {len(runs)}", "muted")
-    ok = [
-        run.error is None and all(c.ok for c in case.comparisons if c.title == subject)
+    by_case = [
+        (run, [c for c in case.comparisons if c.title == subject and output in ("", c.output)])
         for case, run in runs
+        if run.refused is None
     ]
-    most = max((c.agreement.ratio for c in found), default=0.0)
-    text = f"{sum(ok)} of {len(ok)}, {ratio_text(most)}"
+    ok = [
+        (bool(output) or run.error is None) and all(c.ok for c in found)
+        for run, found in by_case
+        if found or not output
+    ]
+    if not runs or (output and by_case and not ok):
+        return Cell("not claimed", "muted")
+    if not ok:
+        return Cell(f"refuses {len(runs)} of {len(runs)}", "muted")
+    most = max((c.agreement.ratio for _, found in by_case for c in found), default=0.0)
+    refused = len(runs) - len(by_case)
+    text = f"{sum(ok)} of {len(ok)}, {ratio_text(most)}" + f", refuses {refused}" * bool(refused)
     return Cell(text, "passed" if all(ok) else "failed")
 
 

@@ -55,7 +55,8 @@ class Ours(Subject):
     side: str
     implementation: str
     target: str | None = None
-    has_lse, has_gradients, is_guarded = True, True, True
+    package = "twin-attention"
+    has_lse = has_gradients = has_dlse = is_guarded = True
 
     @property
     def label(self) -> str:

@@ -40,7 +40,7 @@ import {1}
         (GROUND, {"jax", "torch", "triton"}, None, None, None),
         ("torch_attn", {"jax", "pallas_attn", "transformers", "torch_attn.adapters",
          "triton"} | {"torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter"},
-         "transformers", "torch_attn.adapters.transformers", "transformers>=5.23"),
+         "transformers", "torch_attn.adapters.transformers", "transformers>=5.17"),
         ("pallas_attn", {"torch", "triton", "flax", "torch_attn",
          "pallas_attn.adapters"} | {"jax.experimental.mosaic.gpu"},
          "flax", "pallas_attn.modules", "twin-attention[models]"),

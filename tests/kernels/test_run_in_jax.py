@@ -222,12 +222,15 @@ def test_segment_ids_in_a_tree(family, target, launches):
     check(family, target, operands, dout, launches, **options)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_ranges(number, launches):
+@pytest.mark.parametrize(
+    ("family", "target", "number"),
+    [(TORCH_TRITON, "sm80", 2), (GLUON, "sm80", 1), (GLUON_SM90, "sm90", 2)],
+)
+def test_ranges(family, target, number, launches):
     ranges = jnp.arange(70 * number * 2, dtype=jnp.int32).reshape(1, 70, number, 2) % 70
     operands, dout = dense(32, "float16", q_ranges=ranges)
     options = {"causal": True, "window_size": (9, None), "deterministic": True}
-    check(TORCH_TRITON, "sm80", operands, dout, launches, **options)
+    check(family, target, operands, dout, launches, **options)
 
 
 @pytest.mark.parametrize("heads", [4, 1])

@@ -5,7 +5,8 @@ from functools import partial
 import torch
 
 DENSE = {"flash_attention", "float32", "scale", "causal", "Sq != Skv", "window", "softcap", "sinks",
-         "segments", "GQA", "rows without a key", "gradients", "lse", "D not 64, 128 or 256",
+         "segments", "GQA", "rows without a key", "gradients", "lse",
+         "gradient of lse", "D not 64, 128 or 256",
          "D > 128", "NaN"}  # fmt: skip
 PACKED = DENSE - {"flash_attention", "segments"} | {
     "flash_attention_varlen", "empty sequences", "padding"

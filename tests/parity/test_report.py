@@ -16,8 +16,9 @@ from twin_attention.interop.parity.records import (
     RunRecord,
     function_of,
     problem_text,
+    without_rounds,
 )
-from twin_attention.interop.parity.report import to_page
+from twin_attention.interop.parity.report import to_page, write_table
 from twin_attention.interop.parity.suites.kinds import KINDS
 
 GOOD = Agreement(0.25, 0.5, 0.125, 1.0)
@@ -137,6 +138,22 @@ def test_the_matrix_says_what_a_library_refuses_or_does_not_claim():
     page = to_page(report(*results))
     assert "refuses 1 of 1" in page
     assert "not claimed" in page
+
+
+def test_the_table_counts_failures_and_the_worst_of_each_output(tmp_path):
+    runs = [RunRecord("FA2", 1.0)]
+    wrong = [
+        Comparison("FA2, first", ORACLE, "lse", BAD),
+        Comparison("FA2, first", ORACLE, "out", GOOD),
+    ]
+    cases = [CaseResult(x, asdict(FlashCase(x)), 1.0, runs, wrong[n:]) for n, x in enumerate("ab")]
+    cases.append(CaseResult("c", cases[0].problem, 1.0, [RunRecord("FA2", refused="no")], []))
+    write_table(report(*map(without_rounds, cases)), tmp_path)
+    table = (tmp_path / "conformance.md").read_text()
+    assert "| *lse* | 0 of 1, 1.50, refuses 1 |" in table
+    assert "| *out* | 2 of 2, 0.50, refuses 1 |" in table
+    assert "| bfloat16 | 1 of 2, 1.50, refuses 1 |" in table
+    assert "FA2: lse against float64: max error 0.75" in table
 
 
 def test_the_page_has_the_line_that_repeats_a_failure():

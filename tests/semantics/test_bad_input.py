@@ -131,7 +131,7 @@ OF_FLASH = [
             dropout_rate=0.1),
     mistake(TypeError, "dropout_seed: expected dtype int32 or uint32, got float32",
             **SEED | {"dropout_seed": f32(2)}),
-    mistake(ValueError, "dropout_seed: expected shape (2,), got (1,)",
+    mistake(ValueError, "dropout_seed: expected shape (2,) or (4,), got (1,)",
             **SEED | {"dropout_seed": i32(1)}),
     mistake(TypeError, "return_row_max: expected a bool, got int", return_row_max=1),
     mistake(TypeError, "batch_invariant: expected a bool, got int", batch_invariant=1),
@@ -231,6 +231,8 @@ OF_DECODE = [
     mistake(NotImplementedError, "causal: expected True: new tokens see keys up to their own "
             "position, got False", causal=False),
     mistake(TypeError, f"paged_decode() takes no attn_mask; {SEE}", attn_mask=None),
+    mistake(NotImplementedError, "bias: expected no such argument of paged_decode "
+            "(docs/non-goals.md), got one", bias=f32(4, 4, 1, 7)),
     mistake(TypeError, f"k_pages: expected q's {CACHE_DTYPE}float16", k_pages=f16(9, 8, 2, 32)),
     mistake(NotImplementedError, "q: expected dtype float16, bfloat16, got float32",
             q=f32(2, 3, 4, 32)),

@@ -31,8 +31,8 @@ from twin_attention.interop.kernels import in_jax
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import Ours
-from twin_attention.targets.config import HEAD_DIMS, load_table, table_path, use_configs
-from twin_attention.targets.invariant import HEAD_DIM_MAX, SPAN
+from twin_attention.targets.config import load_table, table_path, use_configs
+from twin_attention.targets.invariant import SPAN
 from twin_attention.targets.target import TARGETS
 
 ON_GPU = torch.cuda.is_available()
@@ -216,24 +216,17 @@ def test_a_merge_of_spans_has_the_bits_of_a_program_over_all(options, torch_devi
         assert torch.equal(x, several[name]), name
 
 
-@pytest.mark.parametrize("head_dim", [x for x in HEAD_DIMS if x <= HEAD_DIM_MAX])
-def test_a_head_dimension_has_one_block(head_dim):
-    blocks = set()
+def test_all_configurations_have_the_same_blocks():
+    found = []
     for target, name in product(TARGETS, ("flash_fwd", "paged_decode", "paged_attention")):
         rows = load_table(table_path("torch_attn", target))[name]
-        keys = [(dict(row.key), vars(row.config)) for row in rows]
-        of_option = [x for x in keys if "batch invariant" in x[0]["when"]]
-        for when in {key["when"] for key, _ in of_option}:
-            config = next(
-                x for key, x in of_option if key["when"] == when and key["head_dim"] >= head_dim
-            )
-            block_rows = config.get("block_q") or config["max_rows"]
-            blocks.add(config["block_kv"])
-            # Then Triton gives each warp 16 rows, and all keys of a block.
-            assert config["num_warps"] in (1, block_rows // 16)
-            assert config["num_warps"] == 1 or block_rows >= config["block_kv"]
-    assert len(blocks) == 1
-    assert SPAN % blocks.pop() == 0
+        found += [vars(x.config) for x in rows if "batch invariant" in dict(x.key)["when"]]
+    assert {x["block_kv"] for x in found} == {64}
+    assert SPAN % 64 == 0
+    for config in found:  # then Triton gives each warp 16 rows, and all keys of a block
+        rows = config.get("block_q") or config["max_rows"]
+        assert config["num_warps"] == rows // 16
+        assert rows in (16, 64, 128)
 
 
 @pytest.mark.parametrize("target", TARGETS)

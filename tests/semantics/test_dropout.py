@@ -4,7 +4,7 @@ import pytest
 import torch
 from array_api_compat import array_namespace
 
-from tests.sides import attention
+from tests.sides import EXPLICIT, attention
 from twin_attention.contract.dropout import LEVELS, DropoutRule, dropout_weights
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
@@ -42,6 +42,24 @@ def test_drops_the_same_probabilities(side, implementation, torch_device, rate):
     got = (out.cpu() * seq_kv).float()
     assert torch.equal(got > 0, want > 0)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
+
+
+def test_a_part_drops_what_the_whole_does(side, implementation, torch_device):
+    """The part is the second element and head, as its seed says."""
+    dtype = "bfloat16" if implementation in EXPLICIT else "float32"
+    case = replace(CASE, heads_kv=2, dtype=dtype)
+    operands = make_inputs(case, torch_device)
+    dout, _ = operands.pop("dout"), operands.pop("dlse", None)
+    options = case.options | {"implementation": implementation}
+    whole = side.call("flash_attention", operands, [dout], **options)
+    cut = lambda x: x[1:, :, 1:].contiguous()  # noqa: E731
+    seed = operands["dropout_seed"]
+    part = {name: cut(operands[name]) for name in "qkv"}
+    part["dropout_seed"] = torch.cat([seed, torch.ones_like(seed)])
+    found = side.call("flash_attention", part, [cut(dout)], **options)
+    tolerances = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {}
+    for x, y in zip(found, whole, strict=True):
+        torch.testing.assert_close(x, cut(y), **tolerances)
 
 
 def test_drops_the_share_that_was_asked_for():

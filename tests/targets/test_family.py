@@ -220,13 +220,14 @@ def test_what_a_compiler_crashes_on_runs_in_the_portable_kernels():
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("operation", ["flash_fwd", "flash_bwd"])
-def test_ranges_run_in_the_portable_kernels(target, operation):
-    for package, explicit in (("torch_attn", "gluon"), ("pallas_attn", "mosaic")):
-        spec = replace(SPEC, ranges=2)
-        backend, _ = choose(package, None, operation, spec, target, True)
-        assert (backend.family.name, backend.family.folder) == ("triton", "portable")
-        with pytest.raises(NotImplementedError, match="its kernels take no q_ranges"):
-            choose(package, explicit, operation, spec, target, True)
+def test_ranges_run_in_the_explicit_kernels_of_gluon_only(target, operation):
+    spec = replace(SPEC, ranges=2)
+    backend, _ = choose("torch_attn", None, operation, spec, target, True)
+    assert (backend.family.name, backend.family.folder) == ("gluon", target)
+    backend, _ = choose("pallas_attn", None, operation, spec, target, True)
+    assert (backend.family.name, backend.family.folder) == ("triton", "portable")
+    with pytest.raises(NotImplementedError, match="q_ranges run in kernels written in Triton"):
+        choose("pallas_attn", "mosaic", operation, spec, target, True)
 
 
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
@@ -511,6 +512,7 @@ SHORT = {"batch": 32, "seq_q": 512, "seq_kv": 512}
         ("flash_fwd", SHORT, "mosaic"),
         ("flash_fwd", {"segmented": True}, "gluon"),
         ("flash_bwd", {"tree": True}, "gluon"),
+        ("flash_bwd", {"ranges": 2}, "gluon"),
         ("flash_fwd", {"tree": True, "num_sequences": 12}, "gluon"),
         ("flash_fwd", {"segmented": True, "head_dim": 64}, "gluon"),
         ("flash_bwd", {"tree": True, "deterministic": True}, "triton"),
@@ -533,7 +535,7 @@ def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
     assert ("as fast as this side's own" in said.reason) == (expected == "gluon")
     assert ("torch_triton" in said.by_name) == (operation == "flash_fwd")
     assert said.foreign == ("torch_attn" if expected == "gluon" else None)
-    own = "triton" if spec.segmented or spec.tree else "mosaic"
+    own = "triton" if spec.hides_by_data else "mosaic"
     backend, _ = choose("pallas_attn", None, operation, spec, "sm80", True)
     assert backend.family.name == own
     monkeypatch.setattr(in_jax, "find_spec", lambda name: None)

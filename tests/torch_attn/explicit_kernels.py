@@ -68,6 +68,14 @@ LISTED = [
         window_size=(9, None),
     ),
     FlashCase("large heads", 1, 70, 140, 1, 1, 192, segments="shuffled", tree="any", causal=True),
+    FlashCase("prefix and spans", 1, 300, 300, 2, 1, 64, ranges="both", causal=True),
+    FlashCase("spans", 1, 260, 390, 1, 1, 128, ranges="spans", window_size=(30, 9)),
+    FlashCase(
+        "any ranges", 2, 140, 200, 1, 1, 128, ranges="any", tree="any", segments="documents",
+        depths=True, causal=True, window_size=(9, None), softcap=5.0,
+    ),
+    FlashCase("ranges of large heads", 1, 70, 260, 1, 1, 256, ranges="spans", causal=True),
+    VarlenCase("packed ranges", ((140, 150), (0, 30), (70, 300)), (9, 9), 2, 1, 96, ranges="any"),
 ]  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from torch_attn.interpreter import interpreted
 def language() -> dict:
     """Everything in Triton that a launch patches."""
     owners = (
-        tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, JITFunction,
+        tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.block_type, tl.core.tensor_descriptor_base,
+        JITFunction,
     )  # fmt: skip
     # Python shows an inherited method and its explicit copy alike, and keeps "__slotnames__" with a
     # class of which something is copied for the first time.
@@ -56,6 +57,23 @@ def matmul_kernel(a_ptr, b_ptr, c_ptr, size, BLOCK: tl.constexpr):
         b = tl.load(b_ptr + (start + rows) * BLOCK + cols)
         acc = tl.dot(a, b, acc, input_precision="ieee")
     tl.store(c_ptr + rows * BLOCK + cols, acc.to(c_ptr.dtype.element_ty))
+
+
+@triton.jit
+def sizes_kernel(out_ptr, BLOCK: tl.constexpr):
+    x = tl.zeros([BLOCK, 4], tl.float32)
+    y = x.to(tl.int8)
+    for i in tl.static_range(2):
+        tl.store(out_ptr + i, x.shape[i] + y.shape[i])
+    tl.store(out_ptr + 2, y.numel + (x + x).numel)
+    tl.store(out_ptr + 3, (x.dtype == tl.float32) & (y.type.element_ty == tl.int8))
+
+
+@pytest.mark.parametrize("block", [8, 16])
+def test_tensors_have_their_sizes(block):
+    out = torch.zeros(4, dtype=torch.int32)
+    interpreted(sizes_kernel)[(1,)](out, BLOCK=block)
+    assert out.tolist() == [2 * block, 8, 8 * block, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -61,7 +61,7 @@ def any_choice(random: Random) -> Iterator[None]:
         mock.patch.object(flash_bwd, "KEYS_BESIDE_ROWS", random.choice((0, 1000))),
         mock.patch.object(flash_bwd, "SECTION_BYTES", random.choice((0, 2**24))),
         mock.patch.object(flash_bwd, "ITEMS_OF_SECTIONS", random.choice((0, 24))),
-        mock.patch.object(flash_fwd, "COUNTED_STEPS", random.choice(({256: 2**30}, {256: 1}))),
+        mock.patch.object(flash_fwd, "COUNTED_STEPS", random.choice(({512: 2**30}, {512: 1}))),
     ):
         yield
 

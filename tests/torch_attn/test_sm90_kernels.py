@@ -24,6 +24,7 @@ from tests.torch_attn.gluon_interpreter import (
     READS_FIRST,
     WRITES_FIRST,
     DeadlockError,
+    InterpreterError,
     Mode,
     edited,
     interpreted,
@@ -40,6 +41,8 @@ from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import add_queries
 from torch_attn.kernels.sm90.flash_bwd_dkdv_passes import run_passes
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
+from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys as forward_keys
+from torch_attn.kernels.sm90.halves import hand_over, receive_factor
 from torch_attn.kernels.sm90.paged_attention import paged_attention
 from torch_attn.kernels.sm90.queries import produce_queries
 from torch_attn.layouts import layouts_of
@@ -249,6 +252,49 @@ LARGE = [
 def test_backward_of_large_heads(case, mode):
     kernels = ["flash_bwd_dq", "flash_bwd_dkdv", "flash_bwd_dkdv"]
     assert check_backward(case, mode, BACKEND) == kernels
+
+
+# Another consumer has the columns of out, dq, dk and dv behind 256.
+HALVES = [
+    FlashCase("512", 1, 130, 200, 2, 1, 512, causal=True, dtype="float16"),
+    FlashCase("264, window", 1, 100, 270, 1, 1, 264, window_size=(100, 20)),
+    FlashCase("320, softcap", 1, 100, 200, 2, 1, 320, softcap=2.0, sinks=True, causal=True),
+    FlashCase("384, segments", 2, 140, 150, 1, 1, 384, segments="shuffled", sinks=True),
+    FlashCase("400, hidden rows", 1, 200, 150, 1, 1, 400, causal=True, dropout_rate=0.2),
+    FlashCase("512, tree", 1, 130, 140, 1, 1, 512, tree="nested", causal=True),
+]
+HALVES_OF_FORWARD = [
+    *HALVES,
+    VarlenCase("packed", LENGTHS, (9, 9), 2, 1, 512, sinks=True),
+    FlashCase("terms", 1, 130, 140, 1, 1, 488, relative=8, alibi="heads", row_max=True),
+]
+
+
+@in_turn(HALVES_OF_FORWARD)
+def test_forward_in_halves(case, mode):
+    assert check_forward(case, mode, BACKEND)[-1] == "flash_fwd"
+
+
+@in_turn(HALVES, "reads first")
+def test_backward_in_halves(case, mode):
+    launched = check_backward(case, mode, BACKEND)
+    kernels = ["flash_bwd_dq", "flash_bwd_dkdv", "flash_bwd_dkdv"]
+    assert [x for x in launched if x != "tile_lists"] == kernels
+
+
+HANDED = {
+    "p is read first": (hand_over, "wait_for_all(P_READ, 256)"),
+    "p is written first": (receive_factor, "wait_for_all(P_WRITTEN, 256)"),
+    "q is read first": (forward_keys, "mbarrier.wait(q_read.index(NUM_TILES_Q + half), phase ^ 1)"),
+}
+
+
+@pytest.mark.parametrize(("kernel", "text"), HANDED.values(), ids=HANDED)
+def test_what_is_handed_over_is_awaited(kernel, text):
+    broken = {kernel: edited(kernel, text, "pass")}
+    in_any_order = WRITES_FIRST._replace(last_first=None)
+    with pytest.raises((AssertionError, InterpreterError)):
+        check_forward(HALVES[0], in_any_order, BACKEND, broken)
 
 
 TERMS_OF_BACKWARD = [
@@ -496,11 +542,17 @@ def _negate_slopes(inputs):
     inputs["alibi_slopes"].neg_()
 
 
+def _drop_as_a_part(inputs):
+    first = torch.tensor([3, 5], dtype=torch.int32)
+    inputs["dropout_seed"] = torch.cat([inputs["dropout_seed"], first])
+
+
 @pytest.mark.parametrize(
     ("case", "change"),
     [
         (FlashCase("hidden", 1, 100, 256, 1, 1, bias="qk"), _hide_by_bias),
         (FlashCase("rising", 1, 100, 330, 2, 1, alibi="heads"), _negate_slopes),
+        (FlashCase("dropout", 1, 70, 90, 2, 1, dropout_rate=0.3), _drop_as_a_part),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )

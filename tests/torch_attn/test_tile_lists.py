@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch_attn.kernels.tile_lists import (
 )
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.interop.parity.ranges import make_ranges
 from twin_attention.targets.family import Backend, choose
 
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
@@ -46,28 +48,35 @@ def random_ends(generator: torch.Generator, size: int) -> torch.Tensor:
 
 
 @settings(max_examples=8, deadline=None)
-@given(lengths(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 999), st.data())
-def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data):
+@given(lengths(), *[st.booleans()] * 4, st.integers(0, 999), st.data())
+def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, has_ranges, seed, data):
     generator = torch.Generator().manual_seed(seed)
     size_q, size_kv = sizes
-    has_ends = has_ends or not has_ids
-    window = Window(data.draw(st.sampled_from([None, 70])), 0 if has_ends else None)
+    has_ends = has_ends or not (has_ids or has_ranges)
+    window = Window(data.draw(st.sampled_from([None, 70])), 0 if has_ends or has_ranges else None)
     q, kv = torch.zeros(2, size_q, 1, 16).half(), torch.zeros(2, size_kv, 1, 16).half()
     options: dict[str, Any] = {}
     seen = visible(size_q, size_kv, window)[None].repeat(2, 1, 1)
     ids_q, ids_kv = (
         torch.stack([random_ids(generator, x, is_sorted) for _ in range(2)]) for x in sizes
     )
-    if has_ids:
-        options |= {"q_segment_ids": ids_q, "kv_segment_ids": ids_kv}
-        seen &= (ids_q[:, :, None] == ids_kv[:, None]) & (ids_q >= 0)[:, :, None]
     if has_ends:
         ends = torch.stack([random_ends(generator, size_kv) for _ in range(2)])
         options |= {"kv_ends": ends}
         seen &= torch.arange(size_q)[:, None] + size_kv - size_q < ends[:, None]
+    if has_ranges:
+        kind = data.draw(st.sampled_from(["prefix", "spans", "any"]))
+        random = Random(seed)
+        ranges = torch.stack([make_ranges(kind, size_q, size_kv, random) for _ in range(2)])
+        options |= {"q_ranges": ranges}
+        key = torch.arange(size_kv)
+        seen |= ((ranges[..., :1] <= key) & (key < ranges[..., 1:])).any(2)
+    if has_ids:
+        options |= {"q_segment_ids": ids_q, "kv_segment_ids": ids_kv}
+        seen &= (ids_q[:, :, None] == ids_kv[:, None]) & (ids_q >= 0)[:, :, None]
     spec = AttentionSpec(
         2, size_q, size_kv, 1, 1, 16, 16, "float16", 1.0, window, deterministic=True,
-        segmented=has_ids, tree=has_ends,
+        segmented=has_ids, tree=has_ends, ranges=ranges.shape[2] if has_ranges else 0,
     )  # fmt: skip
     operands = FlashOperands(q, kv, kv, **options)
     for kernel in KERNELS:
@@ -150,9 +159,8 @@ def lists_of(kernel, operands, spec) -> tuple[torch.Tensor, int, int]:
     stays, visited = blocks if kernel != "flash_bwd_dkdv" else blocks[::-1]
     size_visited = spec.seq_kv if kernel != "flash_bwd_dkdv" else spec.seq_q
     width = 2 * -(-size_visited // visited) + HEADER.value
-    found = mask.segments or mask.tree
-    assert found is not None
-    lists = found.ranges
+    lists = mask.tiles
+    assert lists is not None
     assert lists[0] == 0
     return lists[1:].view(spec.batch, -1, width), stays, visited
 

@@ -1,6 +1,7 @@
 """transformers models against their own eager attention; nothing is downloaded."""
 
 import os
+from inspect import signature
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -241,15 +242,20 @@ def test_rows_of_packed_sequences_by_position_ids():
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("order_within", [1, -1])
-def test_packed_masks_of_every_version(order, order_within):
-    """Versions join the same functions in another order."""
+@pytest.mark.parametrize("remapped", [False, True])
+def test_packed_masks_of_every_version(order, order_within, remapped):
+    """Versions join the same functions in another order, and some count positions within them."""
     masks = transformers.masking_utils
+    if remapped and not hasattr(masks, "remap_positions_for_packed_sequence"):
+        pytest.skip("this transformers does not count positions within packed sequences")
     ids, positions = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 0]])
     packed = masks.packed_sequence_mask_function(ids)
     sliding = [masks.sliding_window_overlay(2), masks.causal_mask_function][::order_within]
     for within, window in ((sliding, 1), (sliding[:1] * 2, None), (sliding[1:], None)):
         both = masks.and_masks(*within) if len(within) == 2 else masks.causal_mask_function
-        both = [packed, masks.remap_positions_for_packed_sequence(both, positions)][::order]
+        if remapped:
+            both = masks.remap_positions_for_packed_sequence(both, positions)
+        both = [packed, both][::order]
         known = {"mask_function": masks.and_masks(*both), "allow_is_causal_skip": False}
         found = make_mask(1, 3, 3, local_size=None if window is None else 2, **known)
         if len(within) == 2 and within[0] is within[1]:
@@ -459,7 +465,7 @@ def test_a_layer_without_a_mask_says_whether_it_is_causal(causal):
     [
         {"or_mask_function": lambda b, h, q, k: k == 6},
         {"and_mask_function": lambda b, h, q, k: k != 2},
-        {"block_sequence_ids": torch.arange(8)[None].expand(2, 8) // 2},
+        {"block_sequence_ids": torch.arange(8)[None].expand(2, 8) % 2},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -474,13 +480,44 @@ def test_a_mask_function_of_the_users_is_a_bias(options, position_ids):
     assert torch.equal(ours.operands["bias"] == -torch.inf, eager < 0)
 
 
+BLOCKS = torch.tensor([[0, 0, 0, -1, -1, 1, 1, -1], [-1, 4, 4, -1, 5, 5, 5, 6]])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("window", ["", "of causal tokens", "of all tokens"])
+def test_blocks_are_ranges(window, padded):
+    from transformers import masking_utils as theirs
+
+    mistral, x = model("Mistral"), torch.zeros(2, 8, 64)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, 6:] = mask[1, 0] = 0
+    make, options = theirs.create_causal_mask, {"block_sequence_ids": BLOCKS}
+    if window == "of all tokens":
+        blocks, sliding = theirs.blockwise_overlay(BLOCKS), theirs.sliding_window_overlay(2)
+        options = {"or_mask_function": blocks, "and_mask_function": sliding}
+    elif window:
+        make = theirs.create_sliding_window_causal_mask
+    given = mask if padded else None
+    eager, ours = both(mistral, lambda m: make(m.config, x, given, None, **options))
+    key, ranges = torch.arange(8), ours.operands.pop("q_ranges")
+    assert {*ours.operands} == ({"q_segment_ids", "kv_segment_ids"} if padded else set())
+    seen = (key <= key[:, None]) & (key >= key[:, None] - (ours.window.left or 8))
+    seen = seen | (ranges[..., 0, :1] <= key) & (key < ranges[..., 0, 1:])
+    if padded:
+        seen = seen & (mask == 1)[:, None]
+    rows = seen.any(2)
+    assert torch.equal(seen[rows], (eager[:, 0] == 0)[rows])
+
+
 CHOSEN = {
     "Gemma 2": ["padded", "static cache"],
+    "Gemma 4": ["training", "generate"],  # with the sizes of real heads
     "gpt-oss": ["padded", "generate", "static cache"],
     "Llama 4": ["padded", "generate", "static cache"],
     "T5": ["padded", "generate", "static cache", "compile"],
     "ModernBERT": ["padded", "compile"],
-    "Gemma 3, images": ["padded", "generate"],
+    "PaliGemma": ["training", "padded"],
+    "Gemma 3, images": ["training", "padded", "generate"],
 }
 
 
@@ -490,13 +527,15 @@ CHOSEN = {
     ids=lambda x: getattr(x, "name", x),
 )
 def test_a_model_of_the_table(row, column, monkeypatch):
-    if row.kind != "images and text":  # no pairs of tokens in memory
+    chunked = transformers.masking_utils.create_chunked_causal_mask
+    if row.name == "Llama 4" and "block_sequence_ids" not in signature(chunked).parameters:
+        pytest.skip("this transformers cannot prepare chunked masks for a static cache")
 
-        def of_one_query(batch, length, *others, **options):
-            assert length == 1
-            return sdpa_mask(batch, length, *others, **options)
+    def of_one_query(batch, length, *others, **options):
+        assert length == 1, "pairs of tokens are in memory"
+        return sdpa_mask(batch, length, *others, **options)
 
-        monkeypatch.setattr(masks, "sdpa_mask", of_one_query)
+    monkeypatch.setattr(masks, "sdpa_mask", of_one_query)
     COLUMNS[column][0](row)
 
 

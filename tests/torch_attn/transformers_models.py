@@ -59,6 +59,9 @@ MODELS = [
           ALTERNATING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
     Model("Gemma 3", "decoder", "Gemma3Text Gemma3ForCausalLM",
           ALTERNATING | {"query_pre_attn_scalar": 16}),
+    Model("Gemma 4", "decoder", "Gemma4Text Gemma4ForCausalLM", ALTERNATING | {
+        "head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0}),
     Model("Qwen 2", "decoder", "Qwen2 Qwen2ForCausalLM"),
     Model("Qwen 3", "decoder", "Qwen3 Qwen3ForCausalLM"),
     Model("Qwen 3 MoE", "decoder", "Qwen3Moe Qwen3MoeForCausalLM", EXPERTS),
@@ -142,6 +145,8 @@ def build(row: Model, implementation: str) -> torch.nn.Module:
     for name, x in model.named_parameters():
         if "mm_input_projection_weight" in name:  # zeros, before a norm
             torch.nn.init.normal_(x, std=0.2)
+        if row.name == "Gemma 4" and "q_norm" in name:  # the only scale of its scores
+            torch.nn.init.constant_(x, x.numel() ** -0.5)
     return model
 
 
@@ -204,7 +209,11 @@ def batch_of(row: Model, side: str | None) -> dict[str, Tensor]:
         ids = torch.cat([ids[:, :8], image, ids[:, 8:]], 1)
         mask = torch.cat([mask[:, :8], torch.ones_like(image), mask[:, 8:]], 1)
         pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-        batch = {"token_type_ids": (ids == IMAGE).long(), "pixel_values": pixels}
+        types = (ids == IMAGE).long()
+        if row.name == "PaliGemma":  # the last tokens are its answer
+            types = mask.clone()
+            types[:, :24] = 0
+        batch = {"token_type_ids": types, "pixel_values": pixels}
     # A sequence's first token is not predicted: before it there is padding or nothing.
     predicted = mask * torch.roll(mask, 1, 1)
     labels = ids.masked_fill(predicted == 0, -100)

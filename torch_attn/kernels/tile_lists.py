@@ -1,10 +1,12 @@
 """List the tiles that each tile of rows visits, in the kernel that runs before the explicit ones.
 
-Segment ids and ends of keys are data on the device, and all roles of an explicit kernel must visit
-the same tiles. So a kernel lists them once for all heads: tiles that need a mask, and tiles that
-every row sees in full (Wang et al. 2024, FlashMask). Ids and ends are unchecked: a list has only
-tiles that the window shows, and omits none that is seen.
+Segment ids, ends of keys and ranges are data on the device, and all roles of an explicit kernel
+must visit the same tiles. So a kernel lists them once for all heads: tiles that need a mask, and
+tiles that every row sees in full (Wang et al. 2024, FlashMask). These data are unchecked: a list
+has only tiles that the window or a range shows, and omits none that is seen.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +15,13 @@ from torch import Tensor
 
 from torch_attn.kernels.library.block_mask import lists_of_keys, lists_of_queries
 from torch_attn.kernels.library.intervals import intervals_of_keys, intervals_of_queries
-from torch_attn.kernels.library.mask import Mask
+from torch_attn.kernels.library.mask import Mask, mask_argument
+from torch_attn.kernels.library.query_ranges import (
+    bounds_of_queries,
+    ranges_of,
+    tiles_in_bounds,
+    with_number,
+)
 from torch_attn.kernels.library.ranges import LARGEST
 from torch_attn.kernels.library.segments import VISITED, Segments, segments_of
 from torch_attn.kernels.library.sequences import (
@@ -51,13 +59,14 @@ LANES = tl.constexpr(32)
 @triton.jit(do_not_specialize=[x for x in UNSPECIALIZED if x != "together"])
 def tile_lists_kernel(
     lists_ptr,
-    q_ids_ptr,
-    kv_ids_ptr,
+    ids_ptr,
+    other_ids_ptr,
     ends_ptr,
-    q_depths_ptr,
-    reach_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
+    depths_ptr,
+    other_depths_ptr,
+    ranges,
+    cu_seqlens_ptr,
+    cu_seqlens_other_ptr,
     seq_q,
     seq_kv,
     diagonal,
@@ -75,24 +84,18 @@ def tile_lists_kernel(
     sizes are powers of two, and divide SCAN_ROWS, the rows read at a time. Grid: (tiles · batch),
     or `count_sequence_tiles` of packed sequences.
 
-    Operands: ids [B, Sq] and [B, Skv], ends [B, Skv] or [Tkv], `Depths`, int32 and contiguous, or
-    None. lists int32: a counter of work items, which is set to 0; then [B, tiles, 2 T + HEADER],
-    where T is how many tiles there may be, at least 1. A list's header starts at entry T. After it
-    come the tiles that need no mask; before it, last one first, those that need one. If nothing is
-    visible, tile 0 is in both places and is not counted: a reader may have to fetch one.
+    Operands, of the rows and of the others: ids [B, Sq] and [B, Skv], ends [B, Skv] or [Tkv],
+    `Depths`, `QueryRanges`, int32 and contiguous, or None. lists int32: a counter of work items,
+    which is set to 0; then [B, tiles, 2 T + HEADER], where T is how many tiles there may be, at
+    least 1. A list's header starts at entry T. After it come the tiles that need no mask; before
+    it, last one first, those that need one. If nothing is visible, tile 0 is in both places and is
+    not counted: a reader may have to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
     OTHER: tl.constexpr = BLOCK_KV if OF_KEYS else BLOCK_Q
-    if OF_KEYS:
-        ids_ptr, other_ids_ptr = q_ids_ptr, kv_ids_ptr
-        depths_ptr, other_depths_ptr = q_depths_ptr, reach_ptr
-        cu_seqlens_ptr, cu_seqlens_other_ptr = cu_seqlens_q_ptr, cu_seqlens_kv_ptr
-        size, size_other, left, right = seq_q, seq_kv, window_left, window_right
-    else:
-        ids_ptr, other_ids_ptr = kv_ids_ptr, q_ids_ptr
-        depths_ptr, other_depths_ptr = reach_ptr, q_depths_ptr
-        cu_seqlens_ptr, cu_seqlens_other_ptr = cu_seqlens_kv_ptr, cu_seqlens_q_ptr
+    size, size_other, left, right = seq_q, seq_kv, window_left, window_right
+    if not OF_KEYS:
         size, size_other, left, right = seq_kv, seq_q, window_right, window_left
         diagonal = -diagonal
     num_tiles = count_sequence_tiles(size, num_sequences, BLOCK)
@@ -114,50 +117,30 @@ def tile_lists_kernel(
     # Read the ids, ends and depths of its rows.
     rows = start + tl.arange(0, BLOCK)
     exists = rows < end
-    least, low, high = 0, 0, 0
-    if ids_ptr is not None:
-        ids = tl.load(ids_ptr + row + rows, mask=exists, other=LARGEST)
-        least = tl.min(ids, 0)
-        low = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
-        high = tl.max(tl.where(exists, ids, VISITED), 0)
+    least, low, high = _own_bounds(ids_ptr, row, rows, exists, VISITED)
     first_end, last_end = 0, 0
-    if ends_ptr is not None and not OF_KEYS:
-        ends = tl.load(ends_ptr + row + rows, mask=exists, other=LARGEST)
-        first_end = tl.min(ends, 0)
-        last_end = tl.max(tl.where(exists, ends, 0), 0)
-    least_depth, greatest_depth = 0, 0
-    if depths_ptr is not None:
-        depths = tl.load(depths_ptr + row + rows, mask=exists, other=LARGEST)
-        least_depth = tl.min(depths, 0)
-        greatest_depth = tl.max(tl.where(exists, depths, -LARGEST), 0)
+    if not OF_KEYS:
+        first_end, _low_end, last_end = _own_bounds(ends_ptr, row, rows, exists, 0)
+    least_depth, _low_depth, greatest_depth = _own_bounds(depths_ptr, row, rows, exists, -LARGEST)
 
-    # List the tiles of the window that its rows may see.
+    # List the tiles that its rows may see: of the window, or with ranges of all.
+    first_tile, num_shown = begin // OTHER, before + full + after
+    first_step, last_step = 0, num_shown
+    if ranges is not None:
+        first_step, last_step = -first_tile, tl.cdiv(size_other, OTHER) - first_tile
+        if OF_KEYS:
+            bounds = bounds_of_queries(ranges, row + rows, exists, size_other)
     num_masked, num_whole = 0, 0
     TILES: tl.constexpr = SCAN_ROWS // OTHER
     padded = tl.zeros([TILES], tl.int32)
-    first_tile = begin // OTHER
-    for step in tl.range(0, before + full + after, TILES, num_stages=1):
+    for step in tl.range(first_step, last_step, TILES, num_stages=1):
         index = step + tl.arange(0, TILES)
         starts = (first_tile + index) * OTHER
-        seen = index < before + full + after
-        in_window = seen
-        whole = seen & (index >= before) & (index < before + full)
-        whole &= starts + OTHER <= size_other
-        if not OF_KEYS:
-            whole &= start + BLOCK <= end
-        bits = tl.zeros([TILES], tl.int32)
-        if ids_ptr is not None:
-            other_least, other_high, other_low = _bounds(
-                other_ids_ptr + row_other, starts, in_window, size_other, VISITED, OTHER
-            )
-            seen &= other_low <= high
-            seen &= other_high >= low
-            alike = (other_least == high) & (other_high == high) & (least == high)
-            if not OF_KEYS:
-                # Nonexistent keys are hidden by their ids.
-                alike &= start + BLOCK <= end
-            whole &= alike
-            bits = tl.where(other_least < 0, PADDED, tl.where(alike, ALIKE, 0))
+        tile_exists = index < last_step
+        in_window = tile_exists
+        if ranges is not None:
+            in_window = (index >= 0) & (index < num_shown)
+        seen, whole = in_window, in_window & (index >= before) & (index < before + full)
         if ends_ptr is not None:
             if OF_KEYS:
                 # Positions are counted as keys are.
@@ -182,6 +165,30 @@ def tile_lists_kernel(
                 seen &= shallow <= greatest_depth
                 whole &= deep <= least_depth
         whole &= seen
+        if ranges is not None:
+            if OF_KEYS:
+                in_part, in_full = tiles_in_bounds(bounds, starts, OTHER)
+            else:
+                in_part, in_full = _tiles_in_ranges(
+                    ranges, row_other, starts, tile_exists, size_other, start - first,
+                    tl.minimum(start + BLOCK, end) - first, OTHER,
+                )  # fmt: skip
+            seen |= tile_exists & in_part
+            whole |= tile_exists & in_part & in_full
+        whole &= starts + OTHER <= size_other
+        if not OF_KEYS:
+            whole &= start + BLOCK <= end
+        bits = tl.zeros([TILES], tl.int32)
+        if ids_ptr is not None:
+            meets, alike, bits = _meeting_tiles(
+                other_ids_ptr + row_other, starts, tile_exists, size_other, least, low, high, OTHER
+            )
+            if not OF_KEYS:
+                # Nonexistent keys are hidden by their ids.
+                alike &= start + BLOCK <= end
+            bits += tl.where(alike, ALIKE, 0)
+            seen &= meets
+            whole &= seen & alike
         # Count the tiles of both kinds up to each: from bit 16 on, the ones without a mask.
         masked = seen & ~whole
         counts = tl.where(whole, 1 << 16, masked.to(tl.int32))
@@ -208,6 +215,30 @@ def tile_lists_kernel(
 
 
 @triton.jit
+def _meeting_tiles(
+    other_ids_ptr, starts, exists, size, least, low, high, OTHER: tl.constexpr
+):  # fmt: skip
+    """Return which tiles have ids of the rows, which the same single one, and which padding."""
+    other_least, other_high, other_low = _bounds(
+        other_ids_ptr, starts, exists, size, VISITED, OTHER
+    )
+    alike = (other_least == high) & (other_high == high) & (least == high) & (high >= 0)
+    meets = (other_low <= high) & (other_high >= low)
+    return meets, alike, tl.where(other_least < 0, PADDED, 0)
+
+
+@triton.jit
+def _own_bounds(rows_ptr, row, rows, exists, fill):
+    """Return the least, the least nonnegative and the greatest number of the rows that exist."""
+    least, low, greatest = 0, 0, 0
+    if rows_ptr is not None:
+        x = tl.load(rows_ptr + row + rows, mask=exists, other=LARGEST)
+        least, low = tl.min(x, 0), tl.min(tl.where(x < 0, LARGEST, x), 0)
+        greatest = tl.max(tl.where(exists, x, fill), 0)
+    return least, low, greatest
+
+
+@triton.jit
 def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
     """Return the least, the greatest and the least nonnegative number of each tile's rows.
 
@@ -226,20 +257,47 @@ def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
     return tl.min(least, 1), tl.max(greatest, 1), tl.min(low, 1)
 
 
+@triton.jit
+def _tiles_in_ranges(
+    ranges, row_other, starts, exists, size, first_key, last_key, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return in which tiles of queries a range shows some of the keys to a query, or all to all."""
+    WIDTH: tl.constexpr = BLOCK if BLOCK < LANES else LANES
+    in_part = tl.zeros([starts.shape[0], WIDTH], tl.int1)
+    in_full = tl.full([starts.shape[0], WIDTH], 1, tl.int1)
+    for i in tl.static_range(BLOCK // WIDTH):
+        query = starts[:, None] + (i * WIDTH + tl.arange(0, WIDTH))[None, :]
+        is_query = exists[:, None] & (query < size)
+        all_keys = tl.zeros(query.shape, tl.int1)
+        for n in tl.static_range(ranges.number):
+            range_ptr = ranges.bounds + ((row_other + query) * ranges.number + n) * 2
+            begin = tl.load(range_ptr, mask=is_query, other=0)
+            end = tl.load(range_ptr + 1, mask=is_query, other=0)
+            in_part |= (begin < end) & (begin < last_key) & (end > first_key)
+            all_keys |= (begin <= first_key) & (end >= last_key)
+        in_full &= all_keys
+    return tl.max(in_part.to(tl.int32), 1) > 0, tl.min(in_full.to(tl.int32), 1) > 0
+
+
 def listed_mask(
     kernel: str, operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> Mask:
-    """Return an explicit kernel's mask, with tile lists for ranges; launch what lists them."""
+    """Return an explicit kernel's mask, and launch what lists its tiles."""
     of_keys = kernel in ("flash_fwd", "flash_bwd_dq")
     offsets, segments, ends = offsets_of(operands), segments_of(operands), ends_of(operands)
-    depths, tree = depths_of(operands, spec), None
-    if segments is not None or ends is not None:
+    depths, ranges = depths_of(operands, spec), ranges_of(operands)
+    tree, lists = None, None
+    if ranges is not None and ranges.bounds.data_ptr() % 16 != 0:
+        ranges = ranges._replace(bounds=ranges.bounds.clone())  # which kernels load together
+    if spec.hides_by_data:
         config = config_of(kernel, spec, backend, operands.q.device)
         assert isinstance(config, FlashConfig)
         blocks = config.block_q, config.block_kv
         lists = allocate_lists(operands.q, spec, of_keys, *blocks)
         ids = (None, None) if segments is None else (segments.q, segments.kv)
-        tensors = (lists, *ids, ends, *(depths or (None, None)), *offsets)
+        pairs = ids, depths or (None, None), offsets
+        ids, both_depths, both_offsets = (x if of_keys else x[::-1] for x in pairs)
+        tensors = (lists, *ids, ends, *both_depths, ranges, *both_offsets)
         launch("tile_lists", tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, *blocks)
         segments = segments and Segments(segments.q, segments.kv, lists)
         tree = None if ends is None else Tree(ends, lists)
@@ -247,7 +305,7 @@ def listed_mask(
         kept, intervals = lists_of_keys(operands), intervals_of_keys(operands)
     else:
         kept, intervals = lists_of_queries(operands), intervals_of_queries(operands)
-    return Mask(kept, offsets, segments, tree, depths, None, None, intervals)
+    return Mask(kept, offsets, segments, tree, depths, ranges, None, lists, intervals)
 
 
 def allocate_lists(
@@ -262,15 +320,15 @@ def _size(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> in
     return 1 + tiles * (2 * most + HEADER.value)
 
 
-def check_lists(call: KernelCall, of_keys: bool) -> None:
-    """Assert that a kernel has the tiles that its lists count."""
+def listed_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:
+    """Return the mask as a kernel takes it, which has the tiles that its lists count."""
     mask, spec, config = call.layouts[-1], call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, FlashConfig)
-    for x in (mask.segments, mask.tree):
-        if x is not None:
-            size = _size(spec, of_keys, config.block_q, config.block_kv)
-            assert x.ranges.shape == (size,), f"lists of other tiles than {config} has"
+    if mask.tiles is not None:
+        size = _size(spec, of_keys, config.block_q, config.block_kv)
+        assert mask.tiles.shape == (size,), f"lists of other tiles than {config} has"
+    return mask_argument(call, of_keys)
 
 
 def _num_tiles(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> tuple[int, int]:
@@ -283,4 +341,5 @@ def _prepare(call: KernelCall) -> Prepared:
     assert isinstance(call.spec, AttentionSpec)
     numbers = dict(zip(("OF_KEYS", "BLOCK_Q", "BLOCK_KV"), call.constants, strict=True))
     tiles, _most = _num_tiles(call.spec, *call.constants)
-    return (tiles,), flash_arguments(call.spec) | numbers
+    ranges = with_number(call.layouts[6], call.spec)
+    return (tiles,), flash_arguments(call.spec) | numbers | {"ranges": ranges}

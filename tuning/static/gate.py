@@ -167,11 +167,12 @@ _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
     ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"), ("long", "sm90"),
     ("tree-depths", "sm80"),
-    *product(("segments", "tree", "tree-packed"), TARGETS),
+    *product(("segments", "tree", "tree-packed", "ranges", "ranges-packed"), TARGETS),
     *product(_TERM_FEATURES, ("sm90",)),
 }  # fmt: skip
 # The explicit kernels' head sizes: each row's largest, and all in two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
+_WIDE_HEAD_DIMS = (320, 512)
 # Mosaic's, which compile slower: each row's largest, and one in two pieces; those with features
 # other than a mask; those of paged caches.
 _MOSAIC_HEAD_DIMS = (64, 96, 128, 192, 240, 256)
@@ -291,12 +292,15 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
         yield from _mosaic_problems(target)
         return
     if family != "triton":
-        for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, FLASH_FEATURES):
+        wide = _WIDE_HEAD_DIMS if target == "sm90" else ()
+        for head_dim, feature in product((*_EXPLICIT_HEAD_DIMS, *wide), FLASH_FEATURES):
             problem = Problem(framework, target, "bfloat16", head_dim, feature, family)
             has_feature = (
                 feature not in _PORTABLE_FEATURES or (feature, target) in _EXPLICIT_FEATURES
             )
             has_feature &= head_dim in _TERM_FEATURES.get(feature, (head_dim,))
+            if head_dim in wide:
+                has_feature &= sm90.supports("flash_fwd", problem.spec, target) is None
             if has_feature and problem.spec.head_dim >= HEAD_DIM_MIN:
                 yield problem
         chunks = EXPLICIT_CHUNK_FEATURES if target == "sm90" else ()

@@ -45,12 +45,15 @@ def dropout_weights(
 ) -> Array:
     """Return the factors of probabilities: 0 if dropped, otherwise the scale.
 
-    seed: [2] int32 or uint32.
+    seed: [2] int32 or uint32; or [4], where the last two are the batch element and query head that
+        `counters` count from.
     counters: batch element, query head, query and key of each probability, counted from the first
         of their sequence; integers that broadcast.
     """
     word = _word(xp, seed)
     batch, head, query, key = (xp.astype(x, word) for x in counters)
+    if seed.shape[0] == 4:
+        batch, head = batch + xp.astype(seed[2], word), head + xp.astype(seed[3], word)
     blocks = query // 16 * 8 + query % 8, key // 32 * 8 + key % 8
     found = philox(xp, (batch, head, *blocks), (seed[0], seed[1]))
     lower = xp.where(key // 8 % 2 == 0, found[0], found[1])

@@ -40,7 +40,7 @@ class FlashOperands(NamedTuple, Generic[X]):
             from the query, clipped to -R .. R.
         alibi_slopes: [Hq] or [B, Hq] float32, subtracted once for each position between query and
             key; no gradient.
-        dropout_seed: [2] int32 or uint32, the key of dropout's generator.
+        dropout_seed: [2] or [4] int32 or uint32, see `twin_attention.contract.dropout`.
     """
 
     q: X

@@ -225,6 +225,11 @@ class AttentionSpec(Traits):
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
+    def hides_by_data(self) -> bool:
+        """True when segments, ends or ranges, which the device has, say which pairs are seen."""
+        return self.segmented or self.tree or self.ranges > 0
+
+    @property
     def dtype_bits(self) -> int:
         """Bits of an element of k and v."""
         return BITS[self.dtype]

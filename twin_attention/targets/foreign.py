@@ -31,7 +31,7 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
         return False
     head_dim, launches = max(spec.head_dim, spec.head_dim_v), _LAUNCHES[operation]
     is_packed, is_backward = spec.is_packed, operation.endswith("bwd")
-    if spec.segmented or spec.tree:
+    if spec.hides_by_data:
         launches += 1  # of the lists of tiles
     if sm90.mosaic_leaves(operation, spec) is not None:
         faster = True  # than portable kernels

@@ -9,7 +9,7 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import invariant
 from twin_attention.targets.kernels import Spec
 
-# The most query-key pairs, over all batch elements, whose tiles are listed for ids and ends.
+# The most query-key pairs, over all batch elements, whose tiles are listed.
 MOST_LISTED = 2**36
 PROGRAMS_OF_SM = 2  # at a time, of most kernels
 EXPLICIT_HEAD_DIM_MAX = 256  # the portable kernels have all
@@ -56,10 +56,9 @@ def lacks_terms(operation: str, spec: AttentionSpec) -> str | None:
 
 def unlisted(spec: AttentionSpec) -> str | None:
     """Return why the tiles that segment ids, ends and ranges show cannot be listed, or None."""
-    if spec.ranges:
-        return "its kernels take no q_ranges"
-    if (spec.segmented or spec.tree) and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
-        return f"with segment ids or kv_ends it takes at most {MOST_LISTED} pairs of tokens"
+    if spec.hides_by_data and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
+        options = "segment ids, kv_ends or q_ranges"
+        return f"with {options} it takes at most {MOST_LISTED} pairs of tokens"
     return None
 
 
@@ -72,8 +71,8 @@ def slower(operation: str, spec: Spec, target: str | None) -> str | None:
 
 def mosaic_leaves(spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
-    if isinstance(spec, AttentionSpec) and (spec.segmented or spec.tree):
-        return "segment ids and kv_ends run in kernels written in Triton and Gluon"
+    if isinstance(spec, AttentionSpec) and spec.hides_by_data:
+        return "segment ids, kv_ends and q_ranges run in kernels written in Triton and Gluon"
     return None
 
 

@@ -23,7 +23,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
     operation: "flash_fwd", "flash_bwd", "paged_attention", or a part's function.
     """
-    if reason := invariant.rounds_by_shape(operation, spec, target) or sm80.too_wide(spec):
+    if reason := invariant.rounds_by_shape(operation, spec, target) or _too_wide(operation, spec):
         return reason
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
         return _supports_paged(spec, target)
@@ -48,6 +48,20 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "ptxas 12.8 crashes on windows of depths beside dropout and a bias"
     if operation in ("flash_bwd", "partial_bwd", "partial_dq"):
         return _supports_backward(spec)
+    return None
+
+
+def _too_wide(operation: str, spec: Spec) -> str | None:
+    """Return why the kernels do not have a problem's head dimensions, or None."""
+    reason = sm80.too_wide(spec)
+    if reason is None or operation not in _WITH_TERMS or not isinstance(spec, AttentionSpec):
+        return reason
+    if isinstance(spec, BlockSparseSpec) or spec.is_part:
+        return f"with block masks or a result over other keys {reason}"
+    if spec.head_dim != spec.head_dim_v:
+        return f"unless they are equal, {reason}"
+    if operation == "flash_bwd" and (spec.is_packed or spec.terms):
+        return f"in a backward of packed sequences or with terms, {reason}"
     return None
 
 
@@ -89,6 +103,8 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
+    if reason := sm80.too_wide(spec):
+        return reason
     if spec.is_part:
         return "its kernels take no result over other keys"
     if isinstance(spec, AttentionSpec) and (reason := sm80.lacks_terms(operation, spec)):
@@ -168,8 +184,10 @@ def column_pieces(size: int) -> tuple[int, ...]:
     """Return the widths of the column pieces in which a head's tile is stored and multiplied.
 
     At most three powers of two from 16 on, with the fewest columns: (64, 32, 16) for 112, (128, 64)
-    for 192, and (256,) for 240.
+    for 192, and (256,) for 240. Above 256, that is the first and those of the rest follow.
     """
+    first = (256,) if size > 256 else ()
+    size -= sum(first)
     rest, pieces = -(-size // 16) * 16, []
     while rest:
         whole = 1 << (rest - 1).bit_length()
@@ -177,4 +195,9 @@ def column_pieces(size: int) -> tuple[int, ...]:
         pieces.append(piece)
         rest -= min(piece, rest)
     most = 1 << (size - 1).bit_length()
-    return tuple(pieces) if sum(pieces) < most else (max(most, 16),)
+    return (*first, *pieces) if sum(pieces) < most else (*first, max(most, 16))
+
+
+def first_columns(size: int) -> int:
+    """Return how many columns of a result one consumer has; a second one has the others."""
+    return min(size, 256)

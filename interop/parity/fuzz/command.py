@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
+from itertools import chain, takewhile
+from threading import Event
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import Progress, track
 from rich.text import Text
 
+from twin_attention.interop.parity.cases import Case
 from twin_attention.interop.parity.environment import choose_jobs, facts
 from twin_attention.interop.parity.fuzz.problems import Problem, draw_claimed
 from twin_attention.interop.parity.fuzz.shrink import Failure, failures_of, shrink
 from twin_attention.interop.parity.fuzz.trial import run_problem
-from twin_attention.interop.parity.records import CaseResult, failures
+from twin_attention.interop.parity.records import (
+    CaseResult,
+    Report,
+    RunRecord,
+    failures,
+    without_rounds,
+)
 from twin_attention.interop.parity.subjects.subject import Subject
 from twin_attention.interop.parity.table import print_header
 from twin_attention.interop.parity.workers import run_cases
-from twin_attention.interop.rendering.tables import PROGRESS, progress_columns
 
 # Tokens of a long sequence; an interpreter takes about a second for one.
 LONGEST = {"cpu": 40, "cuda": 700}
@@ -33,83 +39,78 @@ LONGEST = {"cpu": 40, "cuda": 700}
 LIMIT = {"cpu": 300.0, "cuda": 180.0}
 # How many similar failures to shrink, and the seconds for each.
 SHRUNK, SHRINK_SECONDS = 2, 60.0
-MINUTE = 60.0  # between two lines where no bar is shown
+MINUTE = 60.0  # between two lines
+
+Run = Callable[[Problem], CaseResult]
 
 
-@dataclass
-class Tally:
-    """Counts of what ran; `runs` is by (operation, subject), `worst` the largest error over its
-    budget.
-    """
+class Tried(NamedTuple):
+    """A problem and its result; `run` runs it again, on these libraries."""
 
-    problems: int = 0
-    runs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    failed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    worst: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-
-    def add(self, problem: Problem, result: CaseResult) -> None:
-        self.problems += 1
-        operation = type(problem.case).__name__.removesuffix("Case").lower()
-        subjects = {run.subject for run in result.runs if not run.refused} | {
-            x for x, _ in failures_of(result)
-        }
-        for subject in subjects:
-            self.runs[operation, subject] += 1
-        for subject in {subject for subject, _ in failures_of(result)}:
-            self.failed[operation, subject] += 1
-        for c in result.comparisons:
-            key = operation, c.subject.partition(",")[0]
-            self.worst[key] = max(self.worst[key], c.agreement.ratio)
-
-    def rows(self) -> list[tuple[str, str, int, int, float]]:
-        return [
-            (*key, self.runs[key], self.failed[key], self.worst[key]) for key in sorted(self.runs)
-        ]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A failure, and the smallest problem found that fails alike."""
-
-    failures: frozenset[Failure]
-    result: CaseResult
     problem: Problem
+    result: CaseResult
+    run: Run
+    libraries: Sequence[str]
 
 
 def fuzz(
     groups: list[list[Subject]],
     device: str,
-    seconds: float,
+    seconds: float | None,
     seed: int,
     jobs: int | None,
-    output: Path,
-) -> list[CaseResult]:
-    """Run random problems for some time and return their results.
+    named: list[Case] | None = None,
+    write: Callable[[Report], object] = lambda report: None,
+) -> bool:
+    """Run random problems for some time; return True if none failed.
 
     Args:
-        seconds: for drawing problems; shrinking takes more.
-        output: folder for ``fuzz.json``.
+        seconds: for drawing problems; shrinking takes more. None for named ones only.
+        named: cases that come first; each group then runs in processes of its own.
+        write: takes the results before failures are shrunk.
     """
     console = Console()
     jobs = jobs or choose_jobs(device, "quick", 1000)
+    subjects = [x for group in groups for x in group]
     header = {
-        "fuzz": f"seed {seed}, {seconds:g} seconds in {jobs} processes",
-        "implementations": ", ".join(x.label for group in groups for x in group),
+        "fuzz": f"seed {seed}, {seconds} seconds in {jobs} processes",
+        **{x.label: f"{x.package} {x.version}" for x in subjects},
         **facts(device),
     }
     print_header(console, header)
-    run = partial(run_problem, groups=groups, device=device)
-    problems = draw_claimed([x for group in groups for x in group], seed, LONGEST[device])
-    tally, results = Tally(), []
-    for problem, result in _run_all(run, problems, device, seconds, jobs, console):
-        tally.add(problem, result)
-        line = "" if result.ok else reproduce(problem, result)
-        results.append((problem, replace(result, line=line)))
-    found = [(problem, result) for problem, result in results if not result.ok]
-    shrunk = _shrink_all(found, run, LIMIT[device], jobs, console)
-    _print_tally(console, tally, len(found))
-    _write(output, header, tally, found, shrunk)
-    return [result for _, result in results]
+    apart = [groups] if named is None else [[group] for group in groups]
+    tried: list[Tried] = []
+    stop = Event()
+
+    def search(own: list[list[Subject]]) -> None:
+        run = partial(run_problem, groups=own, device=device)
+        members = [x for group in own for x in group]
+        libraries = [x.label for x in members if not x.is_guarded]  # none of ours
+        cases = [x for x in named or () if any(y.supports(x) is None for y in members)]
+        random = draw_claimed(members, seed, LONGEST[device]) if seconds else ()
+        problems = takewhile(lambda _: not stop.is_set(), chain(map(Problem, cases), random))
+        workers = max(1 if len(apart) > 1 else 2, jobs // len(apart))
+        for problem, result in _run_all(run, problems, device, seconds, workers, console):
+            if "case" in result.problem:  # its process died or hung
+                runs = [RunRecord(x, error=result.error) for x in libraries[:1]]
+                error = None if runs else result.error
+                result = replace(result, problem=asdict(problem.case), runs=runs, error=error)
+            line = "" if result.ok else reproduce(problem, libraries)
+            tried.append(Tried(problem, replace(result, line=line), run, libraries))
+            if line:
+                lines = [f"    {x}" for x in (*failures(result), line)]
+                _print(console, "\n".join([f"{problem.name} failed", *lines]), "red")
+
+    with ThreadPoolExecutor(min(jobs, len(apart))) as pool:
+        try:
+            list(pool.map(search, apart))
+        except KeyboardInterrupt:  # report what is done
+            stop.set()
+    write(Report(header, len(tried), [without_rounds(x.result) for x in tried]))
+    found = [x for x in tried if not x.result.ok]
+    _shrink_all(found, LIMIT[device], jobs, console)
+    _print_tally(console, tried)
+    return not found
 
 
 def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
@@ -121,130 +122,87 @@ def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
     console, problem = Console(), Problem.of_line(line)
     run = partial(run_problem, groups=groups, device=device)
     (result,) = run_cases([problem], run, 1, lambda name: None, LIMIT[device])
-    tally = Tally()
-    tally.add(problem, result)
     for text in failures(result):
         _print(console, text, "red")
-    _print_tally(console, tally, 0 if result.ok else 1)
-    return 0 if result.ok else 1
+    _print_tally(console, [Tried(problem, result, run, ())])
+    return int(not result.ok)
 
 
 def _run_all(
     run: Callable[[Problem], CaseResult],
-    random: Iterator[Problem],
+    problems: Iterator[Problem],
     device: str,
-    seconds: float,
+    seconds: float | None,
     jobs: int,
     console: Console,
 ) -> Iterator[tuple[Problem, CaseResult]]:
-    """Yield random problems and their results; print failures."""
+    """Yield problems that begin in time, and their results."""
     begin, minutes = time.monotonic(), 1.0
-    until = begin + seconds
     drawn: dict[str, Problem] = {}
 
-    def problems() -> Iterator[Problem]:
-        for problem in random:
-            if time.monotonic() > until:
-                _print(console, f"\ntime is up; problems that still run: {len(drawn)}")
+    def in_time() -> Iterator[Problem]:
+        for problem in problems:
+            if seconds is not None and time.monotonic() > begin + seconds:
                 return
             drawn[problem.name] = problem
             yield problem
 
-    bar = Progress(*progress_columns(), console=console, **PROGRESS)
-    task = bar.add_task("seconds", total=seconds)
-    results = run_cases(problems(), run, max(2, jobs), lambda name: None, LIMIT[device])
-    with closing(results), bar:
+    with closing(run_cases(in_time(), run, jobs, lambda name: None, LIMIT[device])) as results:
         for done, result in enumerate(results, 1):
             spent = time.monotonic() - begin
-            title = "seconds" if spent < seconds else "finishing"
-            bar.update(task, completed=min(seconds, spent), description=title)
-            if not console.is_terminal and spent > minutes * MINUTE:
+            if spent > minutes * MINUTE:
                 minutes = spent // MINUTE + 1
-                _print(console, f"{spent:.0f} of {seconds:g} seconds: {done} problems")
-            problem = drawn.pop(result.name)
-            if not result.ok:
-                _print(console, f"{problem.name} failed", "bold red")
-                for text in failures(result):
-                    _print(console, f"    {text}", "red")
-                _print(console, f"    {reproduce(problem, result)}")
-            yield problem, result
+                _print(console, f"{spent:.0f} of {seconds} seconds: {done} problems")
+            yield drawn.pop(result.name), result
 
 
-def reproduce(problem: Problem, result: CaseResult | None = None) -> str:
-    """Return the command that repeats a problem, on the subjects that fail it."""
-    ran = {run.subject for run in result.runs} if result else set()
-    names = sorted(ran & {subject for subject, _ in failures_of(result)}) if result else []
-    own = any(name.startswith(("torch_attn ", "pallas_attn ")) for name in names)
-    chosen = "" if own or not names else " --subject " + " ".join(map(shlex.quote, names))
+def reproduce(problem: Problem, libraries: Sequence[str] = ()) -> str:
+    """Return the command that repeats a problem, on our kernels or on libraries."""
+    chosen = " --subject " + shlex.join(libraries) if libraries else ""
     line = shlex.quote(problem.to_line())
     return f"python -m twin_attention.interop.parity{chosen} --problem {line}"
 
 
-def _shrink_all(
-    found: list[tuple[Problem, CaseResult]],
-    run: Callable[[Problem], CaseResult],
-    limit: float,
-    jobs: int,
-    console: Console,
-) -> list[Found]:
+def _shrink_all(found: list[Tried], limit: float, jobs: int, console: Console) -> None:
     """Shrink and print a few failures of each kind."""
     chosen, alike = [], Counter()
-    for problem, result in found:
-        failures_found = frozenset(failures_of(result))
-        alike[failures_found] += 1
-        if alike[failures_found] <= SHRUNK:
-            chosen.append((problem, result, failures_found))
+    for x in found:
+        kinds = frozenset(failures_of(x.result))
+        alike[kinds] += 1
+        if alike[kinds] <= SHRUNK:
+            chosen.append((x, kinds))
 
-    if not chosen:
-        return []
-
-    def search(item: tuple[Problem, CaseResult, frozenset[Failure]]) -> Found:
-        problem, result, failures_found = item
-        smallest = shrink(problem, set(failures_found), run, limit, SHRINK_SECONDS)
-        return Found(failures_found, result, smallest)
+    def search(item: tuple[Tried, frozenset[Failure]]) -> None:
+        x, kinds = item
+        smallest = shrink(x.problem, set(kinds), x.run, limit, SHRINK_SECONDS)
+        subjects = ", ".join(f"{subject}: {kind}" for subject, kind in sorted(kinds))
+        _print(console, f"\nsmallest with {subjects}\n    {reproduce(smallest, x.libraries)}")
 
     with ThreadPoolExecutor(max(1, jobs // 2)) as pool:
-        smaller = pool.map(search, chosen)
-        shrunk = [*track(smaller, "shrinking", len(chosen), console=console, transient=True)]
-    for one in shrunk:
-        subjects = ", ".join(f"{subject}: {kind}" for subject, kind in sorted(one.failures))
-        _print(console, f"\nsmallest with {subjects}", "bold")
-        _print(console, f"    {reproduce(one.problem, one.result)}")
-    return shrunk
+        list(pool.map(search, chosen))
 
 
-def _print_tally(console: Console, tally: Tally, num_failed: int) -> None:
-    _print(
-        console,
-        f"\n{'operation':13}{'implementation':26}{'problems':>9}{'failed':>8}{'worst':>8}",
-        "bold",
-    )
-    for operation, subject, runs, failed, worst in tally.rows():
-        style = "red" if failed else ""
-        _print(console, f"{operation:13}{subject:26}{runs:9}{failed:8}{worst:8.2f}", style)
-    style = "bold red" if num_failed else "green"
-    _print(console, f"\n{tally.problems} problems, {num_failed} failed", style)
+def _print_tally(console: Console, tried: Sequence[Tried]) -> None:
+    """Print problems, failures and the largest error over its budget, by operation and subject."""
+    runs, failed, worst = Counter(), Counter(), defaultdict[tuple[str, str], float](float)
+    for x in tried:
+        operation = type(x.problem.case).__name__.removesuffix("Case").lower()
+        wrong = {subject for subject, _ in failures_of(x.result)}
+        for subject in {run.subject for run in x.result.runs if not run.refused} | wrong:
+            runs[operation, subject] += 1
+            failed[operation, subject] += subject in wrong
+        for c in x.result.comparisons:
+            key = operation, c.subject.partition(",")[0]
+            worst[key] = max(worst[key], c.agreement.ratio)
+    titles = f"\n{'operation':13}{'implementation':26}{'problems':>9}{'failed':>8}{'worst':>8}"
+    _print(console, titles, "bold")
+    for key in sorted(runs):
+        row = f"{key[0]:13}{key[1]:26}{runs[key]:9}{failed[key]:8}{worst[key]:8.2f}"
+        _print(console, row, "red" if failed[key] else "")
+    count = sum(not x.result.ok for x in tried)
+    text = f"\n{len(tried)} problems, {count} failed"
+    _print(console, text, "bold red" if count else "green")
 
 
 def _print(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
-
-
-def _write(
-    folder: Path,
-    header: dict[str, str],
-    tally: Tally,
-    found: list[tuple[Problem, CaseResult]],
-    shrunk: list[Found],
-) -> None:
-    names = ("operation", "implementation", "problems", "failed", "worst")
-    document = {
-        "facts": header,
-        "problems": tally.problems,
-        "runs": [dict(zip(names, row, strict=True)) for row in tally.rows()],
-        "failed": [
-            {"problem": problem.to_line(), "lines": failures(result)} for problem, result in found
-        ],
-        "smallest": [one.problem.to_line() for one in shrunk],
-    }
-    (folder / "fuzz.json").write_text(json.dumps(document, indent=1), encoding="utf-8")

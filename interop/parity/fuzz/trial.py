@@ -45,7 +45,7 @@ def run_problem(problem: Problem, groups: list[list[Subject]], device: str) -> C
         known: dict[tuple[bool, ...], Values] = {}
 
         def values(subject: Subject, again: bool) -> Values:
-            key = again, subject.has_lse, subject.has_gradients
+            key = again, subject.has_gradients, subject.has_dlse
             if key not in known:
                 tell("the oracle")
                 known[key] = _values(problem, device, again, subject)
@@ -137,7 +137,8 @@ def _rounds(subject: Subject, problem: Problem) -> tuple[str, ...]:
     """Return a subject's rounds, in order.
 
     "guarded" runs through PyTorch's dispatcher with guarded memory; "first" is cached where PyTorch
-    calls are cached, on a GPU; "again" repeats the call with other values and lengths.
+    calls are cached, on a GPU; "again" repeats the call with other values and lengths, on another
+    stream.
     """
     rounds = ["guarded"] if subject.is_guarded and _is_torch(subject) else ["first"]
     if subject.target:
@@ -150,7 +151,11 @@ def _run_round(run: Run, subject: Subject, problem: Problem, inputs: Tensors, na
     guard = Guard() if name == "guarded" else nullcontext()
     hook = saved_as(problem.hook) if problem.hook and name == "again" else nullcontext()
     poison_free_memory(device)
-    with unchanged(inputs), guard, hook:
+    stream = nullcontext()
+    if device.type == "cuda" and name == "again" and _is_torch(subject):
+        torch.cuda.synchronize()
+        stream = torch.cuda.stream(torch.cuda.Stream())
+    with unchanged(inputs), guard, hook, stream:
         results = run(problem.case, inputs, problem.constants)
         if device.type == "cuda":
             torch.cuda.synchronize()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # Texts of refusals by torch's backends and by XLA.
-TEXTS = ("No available kernel", "not supported by dot_general")
+TEXTS = ("No available kernel", "not supported by dot_general", "Algorithm not supported")
 
 
 class Absent(Exception):

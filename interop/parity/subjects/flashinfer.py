@@ -5,6 +5,7 @@ Its modules compile slowly, so the first call compiles those of the suite kvcach
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -22,16 +23,24 @@ COMPILED_AHEAD = (
 )  # fmt: skip
 
 
-def paged(case: DecodeCase, tensors: dict[str, Any]) -> Attend:
+def paged(case: DecodeCase, tensors: dict[str, Any], *, lse: bool = False) -> Attend:
     """Its decode kernels, or its prefill kernels for several tokens.
 
     One token uses BatchDecodeWithPagedKVCacheWrapper without tensor cores, which is faster there.
     """
     load("flashinfer")  # absent before anything is compiled
-    if not isinstance(case, PagedCase):
+    if not (lse or isinstance(case, PagedCase)):
         _compile_ahead(tensors["q"].device.type)
     run, shape = _planned(case, tensors), tensors["q"].shape
-    return lambda q, k_pages, v_pages: run(q, k_pages, v_pages).view(shape)
+
+    def attend(*operands):
+        if not lse:
+            return run(*operands).view(shape)
+        out, found = run(*operands, return_lse=True)  # of base 2
+        found = math.log(2) * found.view(shape[:-1])
+        return out.view(shape), found.movedim(-1, 0 if isinstance(case, PagedCase) else 1)
+
+    return attend
 
 
 @cache
@@ -85,4 +94,4 @@ def _planned(case: DecodeCase, tensors: dict[str, Any]) -> Attend:
         if (scale := tensors.get(name)) is not None
     }
     heads = spec.heads_q, spec.head_dim
-    return lambda q, k, v: wrapper.run(q.view(-1, *heads), (k, v), **scales)
+    return lambda q, k, v, **more: wrapper.run(q.view(-1, *heads), (k, v), **scales, **more)

@@ -22,17 +22,16 @@ TARGETS = tuple(f"dew_flash3_{kind}_{x}" for kind in ("mha", "mha_varlen") for x
 ROWS = 128  # to which the backward rounds a sequence's rows up, at most
 
 
-def fa3(case: FlashCase, tensors: dict[str, Any]) -> Callable[..., Any]:
+def fa3(
+    case: FlashCase | VarlenCase, tensors: dict[str, Any], *, lse: bool = False
+) -> Callable[..., Any]:
     register()
-    return _attention(case, case.batch)
-
-
-def fa3_varlen(case: VarlenCase, tensors: dict[str, Any]) -> Callable[..., Any]:
-    register()
+    if isinstance(case, FlashCase):
+        return _attention(case, lse, case.batch)
     offsets = tuple(tensors[f"cu_seqlens_{x}"] for x in ("q", "kv"))
     longest = [np.int64(max((pair[side] for pair in case.lengths), default=0)) for side in (0, 1)]
     lengths = {"max_seqlen": longest[0], "max_seqlen_k": longest[1]}
-    return _attention(case, len(case.lengths), offsets, **lengths)
+    return _attention(case, lse, len(case.lengths), offsets, **lengths)
 
 
 @cache
@@ -60,8 +59,9 @@ def register() -> None:
 
 
 def _attention(
-    case: FlashCase | VarlenCase, sequences: int, offsets: tuple[Any, ...] = (), **lengths: Any
-) -> Callable[..., Any]:
+    case: FlashCase | VarlenCase, returns_lse: bool, sequences: int,
+    offsets: tuple[Any, ...] = (), **lengths: Any,
+) -> Callable[..., Any]:  # fmt: skip
     """Return a function of q, k, v, [B, S, H, D] or [T, H, D], with the library's backward.
 
     offsets: of packed queries and keys, [N + 1] int32.
@@ -89,9 +89,10 @@ def _attention(
         # Out, the log-sum-exp, and two empty results of splits.
         results = (like(q), floats(*batch, heads, rows), floats(1, 1, 1, 1), floats(1, 1, 1))
         out, lse, *_ = ffi_call(f"dew_flash3_{kind}_fwd", results)(q, k, v, *offsets, **attributes)
-        return out, (q, k, v, out, lse)
+        return (out, lse) if returns_lse else out, (q, k, v, out, lse)
 
     def backward(saved, dout):
+        dout = dout[0] if returns_lse else dout
         q, k, v, out, lse = saved
         heads = q.shape[-2]
         rows = floats(q.size // q.shape[-1] + heads * ROWS * (sequences + 1))

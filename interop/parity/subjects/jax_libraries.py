@@ -80,6 +80,17 @@ def tokamax(implementation: str, case: FlashCase, tensors: dict[str, Any]) -> At
     return quiet
 
 
+def fa4(case: FlashCase | VarlenCase, tensors: dict[str, Any], *, lse: bool = False) -> Attend:
+    """fa4-jax, whose windows are the contract's; rows of padding are 0."""
+    module, window = load("fa4_jax"), case.spec.window
+    sides = (window.left, window.right)  # of `causal` too
+    options = {"window_size": sides, "scale": case.scale, "return_lse": lse}
+    if isinstance(case, FlashCase):
+        return partial(module.flash_attn, **options)
+    options |= {f"cu_seqlens_{x[0]}": tensors[f"cu_seqlens_{x}"] for x in ("q", "kv")}
+    return partial(module.flash_attn_varlen, defined_padding=True, **options)
+
+
 def _is_square(case: Any) -> bool:
     """Return True if a causal mask may be aligned to the first query and key."""
     return isinstance(case, VarlenCase) or not (needs_mask(case) or case.seq_q != case.seq_kv)

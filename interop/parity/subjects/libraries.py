@@ -16,10 +16,12 @@ from twin_attention.interop.parity.subjects.torch_libraries import CUDNN, EFFICI
 
 DENSE, PACKED, BLOCKS = "flash_attention", "flash_attention_varlen", "block_sparse_attention"
 SIZES = {"D > 128", "D not 64, 128 or 256"}
-HALF = {"float16", "bfloat16", "scale", "causal", "gradients", *SIZES}
+HALF = {"float16", "bfloat16", "scale", "causal", "gradients", "strided", *SIZES}
+LSE = {"lse", "gradient of lse"}
 EDGES = {"GQA", "Sq != Skv"}
 ANY = HALF | EDGES | {"float32", "D > 256", "Dv != D"}
 MASKED = ANY | {"window", "segments", "tree"}  # by a mask that the user makes
+SIGNED = "scale of 0 or less"  # which kernels that take row maxima before they scale do not have
 ONE_SIZE, PLAIN = {"Dv != D"}, {"GQA", "scale", "Dv != D"}  # that some do not have
 FORWARD = HALF - {"float16", "gradients"}
 PAGED = {"paged_decode", "float16", "bfloat16", "scale", "several tokens", *EDGES, *SIZES}
@@ -28,7 +30,8 @@ FLAT = ("empty sequences", "rows without a key")
 
 HEADS_FIRST = (
     torch_libraries.eager, torch_libraries.sdpa, torch_libraries.sdpa_by_default,
-    torch_libraries.flex, torch_libraries.transformers,
+    torch_libraries.flex, torch_libraries.transformers, torch_libraries.gpt_oss,
+    torch_libraries.jvp_flash, torch_libraries.ffpa_attn,
 )  # fmt: skip
 Where = Literal["all", "forward", "nothing"]
 LIBRARIES: dict[str, Library] = {}
@@ -39,7 +42,7 @@ def _add(package: str, *rows: tuple[str, Make, set[str]], on_cpu: Where = "nothi
         is_jax = _function(make).__module__.rpartition(".")[2].startswith("jax")
         LIBRARIES[label] = Library(
             label, "jax" if is_jax else "torch", package, make, frozenset(claims),
-            _function(make) in HEADS_FIRST, on_cpu,
+            _function(make) in HEADS_FIRST, "lse" in claims, on_cpu,
         )  # fmt: skip
 
 
@@ -57,32 +60,33 @@ def _flash_attn(module: str) -> Make:
 
 _add(
     "torch",
-    ("eager", torch_libraries.eager, {DENSE, *MASKED}),
+    ("eager", torch_libraries.eager, {DENSE, *MASKED, SIGNED}),
     ("SDPA", torch_libraries.sdpa_by_default, {DENSE, *ANY, "bias"}),
-    ("SDPA math", _sdpa(MATH), {DENSE, *MASKED, "bias"}),
-    ("FA2", _sdpa(FLASH), {DENSE, *HALF, *EDGES}),
+    ("SDPA math", _sdpa(MATH), {DENSE, *MASKED, SIGNED, "bias"}),
+    ("FA2", _sdpa(FLASH), {DENSE, *HALF, *EDGES, "lse"}),
     ("FA2 dense", partial(torch_libraries.sdpa_decode, FLASH), PAGED),
     ("nn.MultiheadAttention", torch_libraries.multi_head, {DENSE, *ANY} - PLAIN),
     on_cpu="all",
 )
 _add(
     "torch",
-    ("FlexAttention", torch_libraries.flex, {DENSE, *MASKED, *TERMS, "ranges"}),
-    ("FlexAttention packed", torch_libraries.flex, {PACKED, *ANY, "window", *FLAT}),
-    ("FlexAttention blocks", torch_libraries.flex, {BLOCKS, *ANY, "window", *FLAT}),
+    ("FlexAttention", torch_libraries.flex, {DENSE, *MASKED, SIGNED, *TERMS, *LSE, "ranges"}),
+    ("FlexAttention packed", torch_libraries.flex, {PACKED, *ANY, SIGNED, *LSE, "window", *FLAT}),
+    ("FlexAttention blocks", torch_libraries.flex, {BLOCKS, *ANY, SIGNED, *LSE, "window", *FLAT}),
     on_cpu="forward",
 )
 _add(
     "torch",
-    ("efficient", _sdpa(EFFICIENT), {DENSE, *HALF, "float32"}),
-    ("cuDNN", _sdpa(CUDNN), {DENSE, *HALF, "GQA"}),
-    ("FA2 varlen", torch_libraries.fa2_varlen, {PACKED, *HALF, "GQA", "empty sequences"}),
+    ("efficient", _sdpa(EFFICIENT), {DENSE, *HALF, "float32", "D > 256", "lse"}),
+    ("cuDNN", _sdpa(CUDNN), {DENSE, *HALF, "GQA", "lse"}),
+    ("FA2 varlen", torch_libraries.fa2_varlen, {PACKED, *HALF, "GQA", "empty sequences", "lse"}),
     ("cuDNN dense", partial(torch_libraries.sdpa_decode, CUDNN), PAGED - {"several tokens"}),
 )
 _add(
     "transformers",
     ("transformers eager", partial(torch_libraries.transformers, "eager"),
-     {DENSE, *MASKED, "softcap"}),
+     {DENSE, *MASKED, SIGNED, "softcap"}),
+    ("transformers gpt-oss", torch_libraries.gpt_oss, {DENSE, *MASKED, SIGNED, "sinks"}),
     ("transformers sdpa", partial(torch_libraries.transformers, "sdpa"), {DENSE, *MASKED}),
     on_cpu="all",
 )  # fmt: skip
@@ -93,17 +97,21 @@ _add(
 )
 _add(
     "flash-attn-4",
-    ("FA4", _flash_attn("flash_attn.cute"), {DENSE, *HALF, *EDGES, "Dv != D"}),
+    ("FA4", _flash_attn("flash_attn.cute"), {DENSE, *HALF, *EDGES, *LSE, "Dv != D"}),
     ("FA4 varlen", _flash_attn("flash_attn.cute"),
-     {PACKED, *HALF, "GQA", "Dv != D", "empty sequences"}),
+     {PACKED, *HALF, *LSE, "GQA", "Dv != D", "empty sequences"}),
 )  # fmt: skip
-_add("flash-attn", ("flash-attn", _flash_attn("flash_attn"), {DENSE, *HALF, *EDGES, "alibi"}))
+_add("flash-attn", ("flash-attn", _flash_attn("flash_attn"),
+                    {DENSE, *HALF, *EDGES, "alibi", "lse"}))  # fmt: skip
+_add("ffpa-attn", ("ffpa-attn", torch_libraries.ffpa_attn, {DENSE, *HALF, "GQA", "D > 256"}))
+_add("jvp-flash-attention", ("jvp-flash-attention", torch_libraries.jvp_flash, {DENSE, *HALF}))
 _add("flashinfer-python", ("FlashInfer", flashinfer.paged, {
-    *PAGED, "paged_attention", "several lengths", "softcap", "window", "float8_e4m3fn",
+    *PAGED, "paged_attention", "several lengths", "softcap", "window", "float8_e4m3fn", "lse",
 }))  # fmt: skip
 _add(
     "jax",
-    ("jax.nn XLA", partial(jax_libraries.jax_nn, "xla"), {DENSE, *MASKED, "bias"} - ONE_SIZE),
+    ("jax.nn XLA", partial(jax_libraries.jax_nn, "xla"),
+     {DENSE, *MASKED, SIGNED, "bias"} - ONE_SIZE),
     ("jax.nn XLA packed", partial(jax_libraries.jax_nn, "xla"),
      {PACKED, *HALF, "float32", "GQA", "empty sequences"}),
     ("jax.nn XLA blocks", partial(jax_libraries.jax_nn, "xla"), {BLOCKS, *ANY} - ONE_SIZE),
@@ -122,6 +130,12 @@ _add(
 )
 _add(
     "dew-flash-attn-cu13",
-    ("jax FA3", jax_fa3.fa3, {DENSE, *HALF, *EDGES}),
-    ("jax FA3 varlen", jax_fa3.fa3_varlen, {PACKED, *HALF, "GQA"}),
+    ("jax FA3", jax_fa3.fa3, {DENSE, *HALF, *EDGES, "lse"}),
+    ("jax FA3 varlen", jax_fa3.fa3, {PACKED, *HALF, "GQA", "lse"}),
+)
+_WIDE = {*HALF, *EDGES, "Dv != D", "window", "lse", "rows without a key"}
+_add(
+    "fa4-jax",
+    ("fa4-jax", jax_libraries.fa4, {DENSE, *_WIDE}),
+    ("fa4-jax varlen", jax_libraries.fa4, {PACKED, *_WIDE, "empty sequences", "padding"}),
 )

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -34,7 +34,8 @@ class Library(Subject):
         make: from a case and the call's tensors, a function of the operands with a gradient by
             name, that returns out, or out and the log-sum-exp; may raise `Absent`.
         claims: the features (`records.features_of`) that it has, and what it returns besides out:
-            "lse", "gradients". Padding holds NaN if it claims "NaN".
+            "lse", "gradients", "gradient of lse". Padding holds NaN if it claims "NaN".
+        asks: `make` takes lse=True for the log-sum-exp, which `bench` does not ask for.
         heads_first: its q, k, v and out are [B, H, S, D].
     """
 
@@ -44,6 +45,7 @@ class Library(Subject):
     make: Make
     claims: frozenset[str]
     heads_first: bool = False
+    asks: bool = False
     on_cpu: Literal["all", "forward", "nothing"] = "nothing"
     target: None = None
     is_guarded = False
@@ -55,6 +57,10 @@ class Library(Subject):
     @property
     def has_gradients(self) -> bool:
         return "gradients" in self.claims
+
+    @property
+    def has_dlse(self) -> bool:
+        return self.claims >= {"lse", "gradients", "gradient of lse"}
 
     @property
     def version(self) -> str:
@@ -112,7 +118,8 @@ class Library(Subject):
 
     def attend(self, case: Case, tensors: dict[str, Any]) -> Attend:
         """Return a function of named operands, heads behind tokens."""
-        function = self.make(case, tensors)
+        more = {"lse": True} if self.asks and self.has_lse else {}
+        function = cast(Any, self.make)(case, tensors, **more)
 
         def attend(**operands: Any) -> Any:
             qkv = [operands.pop(x) for x in [*operands][:3]]

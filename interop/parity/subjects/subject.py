@@ -17,16 +17,19 @@ class Subject:
 
     Attributes:
         target: what is compiled for; None for nothing.
-        has_lse, has_gradients: what it returns besides out.
+        has_lse, has_gradients, has_dlse: what it returns besides out; has_dlse if gradients flow
+            through the log-sum-exp too.
         is_guarded: runs through torch's dispatcher with guarded memory as well.
     """
 
     label: str
     framework: str
+    package: str
     version: str
     target: str | None
     has_lse: bool
     has_gradients: bool
+    has_dlse: bool
     is_guarded: bool
 
     def supports(self, case: Case) -> str | None:
@@ -48,9 +51,7 @@ class Subject:
 
 def taken_by(subject: Subject, inputs: Tensors) -> Tensors:
     """Return the inputs without gradients of what the subject does not return."""
-    dropped = (
-        () if subject.has_lse and subject.has_gradients else GRADIENTS[subject.has_gradients :]
-    )
+    dropped = GRADIENTS[subject.has_gradients * (1 + subject.has_dlse) :]
     return {name: x for name, x in inputs.items() if name not in dropped}
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch.backends import cuda
 from torch.nn import functional
 
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
@@ -39,15 +40,48 @@ def eager(case: FlashCase, tensors: Tensors) -> Attend:
     return attend
 
 
-def sdpa(backend: str, case: FlashCase, tensors: Tensors) -> Attend:
-    """The backend of this name of `torch.nn.attention.SDPBackend`."""
+def sdpa(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool = False) -> Attend:
+    """The backend of this name of `torch.nn.attention.SDPBackend`; its operator, for the lse."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
+    if lse:
+        return sdpa_operator(backend, case, tensors)
     own, only = sdpa_by_default(case, tensors), getattr(SDPBackend, backend)
 
     def attend(*qkv, **terms):
         with sdpa_kernel(only):
             return own(*qkv, **terms)
+
+    return attend
+
+
+def ffpa_attn(case: FlashCase, tensors: Tensors) -> Attend:
+    if case.head_dim < 320:
+        raise Absent("its kernels are for head dimensions from 320 on")
+    return partial(
+        load("ffpa_attn").ffpa_attn_func, is_causal=case.causal, scale=case.spec.scale,
+        enable_gqa=case.heads_q != case.heads_kv, backend="cutedsl",
+    )  # fmt: skip
+
+
+def sdpa_operator(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool = True) -> Attend:
+    """The operator behind a backend: [B, H, Sq, D], and [B, H, Sq]."""
+    name, options = backend.lower(), {"is_causal": case.causal, "scale": case.scale}
+    if backend != FLASH:
+        options |= {"attn_bias": None, "compute_log_sumexp": lse}
+    elif tensors["q"].device.type == "cpu":
+        name += "_for_cpu"
+        if case.causal and case.seq_q != case.seq_kv:
+            options |= {"is_causal": False, "attn_mask": _added(case, tensors, float("-inf"))}
+    operator = getattr(aten(), f"_scaled_dot_product_{name}")
+    is_usable = getattr(cuda, f"can_use_{name.removesuffix('_for_cpu')}")
+    asked = (None, 0.0, case.causal and case.seq_q == case.seq_kv, case.heads_q != case.heads_kv)
+
+    def attend(*qkv):
+        if qkv[0].is_cuda and not is_usable(cuda.SDPAParams(*qkv, *asked)):
+            raise Absent("No available kernel")
+        out, found, *_ = operator(*qkv, **options)
+        return out, found.flatten(2)[..., : case.seq_q]  # cuDNN's is [B, H, Sq, 1]
 
     return attend
 
@@ -102,14 +136,10 @@ def transformers(implementation: str, case: FlashCase, tensors: Tensors) -> Atte
     group = case.heads_q // case.heads_kv
     module = SimpleNamespace(num_key_value_groups=group, training=False, is_causal=case.causal)
     options: dict[str, Any] = {"scaling": case.spec.scale, "attention_mask": None}
-    seen = None
     if implementation == "eager":
         attend = load("transformers.models.gemma2.modeling_gemma2").eager_attention_forward
-        options["softcap"], seen = case.softcap, _mask(case, tensors)
-        if seen is not None:
-            dtype = tensors["q"].dtype
-            hidden = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            options["attention_mask"] = hidden.masked_fill(~seen, torch.finfo(dtype).min)
+        least = torch.finfo(tensors["q"].dtype).min
+        options["softcap"], options["attention_mask"] = case.softcap, _added(case, tensors, least)
     else:
         attend = load("transformers.integrations.sdpa_attention").sdpa_attention_forward
         if needs_mask(case) or (case.causal and case.seq_q != case.seq_kv):
@@ -117,13 +147,30 @@ def transformers(implementation: str, case: FlashCase, tensors: Tensors) -> Atte
     return lambda *qkv: attend(module, *qkv, **options)[0].transpose(1, 2)
 
 
-def flex(case: Any, tensors: Tensors, *, makes_mask: bool = False, compiles_mask: bool = True):
+def gpt_oss(case: FlashCase, tensors: Tensors) -> Attend:
+    """transformers' eager attention with sinks."""
+    attend = load("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
+    group = case.heads_q // case.heads_kv
+    added = _added(case, tensors, torch.finfo(tensors["q"].dtype).min)
+
+    def with_sinks(q, k, v, sinks=None):
+        sinks = q.new_full((case.heads_q,), float("-inf")) if sinks is None else sinks
+        module = SimpleNamespace(num_key_value_groups=group, training=False, sinks=sinks)
+        return attend(module, q, k, v, added, scaling=case.spec.scale)[0].transpose(1, 2)
+
+    return with_sinks
+
+
+def flex(
+    case: Any, tensors: Tensors, *, makes_mask: bool = False, compiles_mask: bool = True,
+    lse: bool = False,
+) -> Attend:  # fmt: skip
     """FlexAttention with a premade block mask, compiled on a GPU.
 
     makes_mask: in each call.
     compiles_mask: unlike torch's default.
     """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     spec, device = case.spec, tensors["q"].device
     make, attention = create_block_mask, cast(Any, flex_attention)
@@ -154,8 +201,11 @@ def flex(case: Any, tensors: Tensors, *, makes_mask: bool = False, compiles_mask
             (kept or mask()) if predicates else None,
             scale=case.scale,
             enable_gqa=case.heads_q != case.heads_kv,
+            **({"return_aux": AuxRequest(lse=True)} if lse else {}),
         )
-        return found[0] if is_packed else found
+        found = (found[0], found[1].lse) if lse else (found,)
+        found = tuple(x[0] for x in found) if is_packed else found
+        return found if lse else found[0]
 
     return attend
 
@@ -247,9 +297,13 @@ def _score_mod(case: Any, terms: Tensors, slopes: torch.Tensor | None) -> Any:
     return changed
 
 
-def flash_attn(module: str, case: Any, tensors: Tensors, *, dropout: float | None = None) -> Attend:
+def flash_attn(
+    module: str, case: Any, tensors: Tensors, *, dropout: float | None = None, lse: bool = False
+) -> Attend:
     """A package with flash-attn's interface, which may return more than out."""
     options = {"softmax_scale": case.scale, "causal": case.causal}
+    if lse:
+        options["return_lse" if module == "flash_attn.cute" else "return_attn_probs"] = True
     if "alibi_slopes" in tensors:
         options["alibi_slopes"] = tensors["alibi_slopes"]
     if dropout is not None:
@@ -263,16 +317,25 @@ def flash_attn(module: str, case: Any, tensors: Tensors, *, dropout: float | Non
 
     def forward(q, k, v):
         found = attend(q, k, v, **options)
-        return found[0] if isinstance(found, tuple) else found
+        return found[:2] if lse else found[0] if isinstance(found, tuple) else found
 
     return forward
 
 
-def fa2_varlen(case: VarlenCase, tensors: Tensors) -> Attend:
+def jvp_flash(case: FlashCase, tensors: Tensors) -> Attend:
+    """jvp-flash-attention, which asserts what lengths it takes."""
+    if case.seq_q % 32 or not case.seq_q or case.head_dim not in (16, 32, 64, 128, 256):
+        raise Absent("it takes multiples of 32 tokens, head dimensions 16, 32, 64, 128 and 256")
+    attend = load("jvp_flash_attention.jvp_attention").attention
+    return partial(attend, causal=case.causal, sm_scale=case.scale)
+
+
+def fa2_varlen(case: VarlenCase, tensors: Tensors, *, lse: bool = False) -> Attend:
     """torch's FlashAttention-2, as `torch.nn.attention.varlen` calls it."""
     attend, ends = aten()._flash_attention_forward, (*_ends(case, tensors).values(),)
     options = (*ends, 0.0, case.causal, False)
-    return lambda q, k, v: attend(q, k, v, *options, scale=case.scale)[0]
+    chosen = slice(2) if lse else 0
+    return lambda q, k, v: attend(q, k, v, *options, scale=case.scale)[chosen]
 
 
 def _ends(case: VarlenCase, tensors: Tensors) -> dict[str, Any]:
@@ -307,6 +370,12 @@ def sdpa_decode(backend: str, case: DecodeCase, tensors: Tensors) -> Attend:
 def aten() -> Any:
     """Return torch's own operators, which a test cannot replace."""
     return torch.ops.aten
+
+
+def _added(case: FlashCase, tensors: Tensors, hidden: float) -> torch.Tensor | None:
+    """Return what is added to scores: 0, and `hidden` where a key is; None if all are seen."""
+    seen, q = _mask(case, tensors), tensors["q"]
+    return None if seen is None else q.new_zeros(seen.shape).masked_fill(~seen, hidden)
 
 
 def _mask(case: FlashCase, tensors: Tensors) -> torch.Tensor | None:

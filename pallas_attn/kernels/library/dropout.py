@@ -22,9 +22,15 @@ def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
         query, key = query[None, :], key[:, None]
     else:
         query, key = query[:, None], key[None, :]
+    element, head = rows.element, others.head
+    if terms.seed.shape[0] == 4:
+        element, head = (
+            element + terms.seed[2].astype(jnp.int32),
+            head + terms.seed[3].astype(jnp.int32),
+        )
     counters = (
-        rows.element,
-        others.head,
+        element,
+        head,
         first_q + query // 16 * 8 + query % 8,
         first_kv + key // 32 * 8 + key % 8,
     )

@@ -20,7 +20,7 @@ class Terms(NamedTuple):
 
     Attributes:
         slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
-        seed: seed of dropout, [2] int32 or uint32.
+        seed: seed of dropout, as `twin_attention.contract.dropout.dropout_weights` has it.
         bias: [B, Hq, Sq, Skv], or 1 in place of any.
         rest2: as lse2, `softmax.rest_of_lse` in base 2, for a backward.
     """

@@ -267,7 +267,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = (
     | {
         re.escape(cap_scores(count, **kind)): functools.partial(_cap, **kind)
         for count, kind in product(
-            (32, 64), ({"exact": False}, {"exact": False, "close": True}, {"exact": True})
+            (16, 32, 64), ({"exact": False}, {"exact": False, "close": True}, {"exact": True})
         )
     }
 )
@@ -294,6 +294,35 @@ _INSTRUCTIONS |= {
 }
 
 
+def _show(asm: str, args: Any) -> Any:
+    """Interpret the instructions of `query_ranges.show_code`."""
+    found: dict[str, Any] = {
+        f"${i}": x if isinstance(x, Pointer) else torch.as_tensor(values_of(x)).long()
+        for i, x in enumerate(args, 1)
+    }
+    for line in asm.strip("{ }").split("; ")[3:-1]:
+        operation, *names = re.findall(r"@?[\w$.]+", line)
+        a, b, *more = [found.get(x, 0) for x in names[1:]] + [0, 0]
+        if operation == "@within":
+            (rows, pointer), *names = found[names[-1]], *names[1:-1]
+            for i, name in enumerate(names):
+                place = pointer + (Tensor(rows) * len(names) + i)
+                found[name] = place.read(Tensor(found["within"]), 0).long()
+        elif operation == "mad.wide.s32":
+            found[names[0]] = a, more[0]
+        elif operation == "sub.s32":
+            found[names[0]] = (a - b) % 2**32
+        elif operation == "or.pred":
+            found[names[0]] = a | b
+        elif operation.startswith("setp"):
+            _, compare, *combined, kind = operation.split(".")
+            found[names[0]] = _COMPARISONS[compare](a, b % 2**32 if kind == "u32" else b)
+            if combined:
+                combine = getattr(operator, f"{combined[0]}_")
+                found[names[0]] = combine(found[names[0]], more[0])
+    return where(Tensor(found["seen"], args[0].layout), args[0], float("-inf"))
+
+
 @_fake()
 def inline_asm_elementwise(asm: str, _constraints: str, args: list[Any], **_: Any) -> Any:
     named = re.fullmatch(r"bar\.(arrive|sync) \$1, (\d+); mov\.u32 \$0, 0;", asm)
@@ -301,6 +330,8 @@ def inline_asm_elementwise(asm: str, _constraints: str, args: list[Any], **_: An
         return _meet(args[0], int(named[2]), waits=named[1] == "sync")
     if slots := re.findall(r"@here bar\.arrive (\d+), (\d+);", asm):
         return _meet(*map(int, slots[args[0]]), waits=False)
+    if ".reg .b32 bound0" in asm:
+        return _show(asm, args)
     for pattern, function in _INSTRUCTIONS.items():
         if re.fullmatch(pattern, asm):
             return function(*args)

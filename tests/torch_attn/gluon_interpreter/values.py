@@ -158,6 +158,9 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset + offset)
 
+    def to(self, _dtype: Any) -> Pointer:
+        return self
+
     @property
     def shape(self) -> list[int]:
         return self.offset.shape

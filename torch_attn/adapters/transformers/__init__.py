@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
     message = (
-        "torch_attn.adapters.transformers needs transformers: pip install 'transformers>=5.23'"
+        "torch_attn.adapters.transformers needs transformers: pip install 'transformers>=5.17'"
     )
     raise ModuleNotFoundError(message, name=error.name) from None
 

@@ -132,7 +132,7 @@ def _mask_of(
 ) -> Mask:
     """Return the mask of a layer's arguments."""
     if isinstance(mask, Mask):
-        can_tell = query.shape[2] > 1 and "bias" not in mask.operands
+        can_tell = query.shape[2] > 1 and not {"bias", "q_ranges"} & {*mask.operands}
         if can_tell and is_causal is not None and is_causal != (mask.window.right == 0):
             fail(NotImplementedError, "is_causal", "what the model's mask says", is_causal)
         return mask

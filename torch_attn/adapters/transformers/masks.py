@@ -113,9 +113,9 @@ def make_mask(
 ) -> Mask:
     """Return the mask that transformers describes.
 
-    Causal and bidirectional masks with windows, chunks, padding, packed sequences and static caches
-    take memory for each token; others become a bias, for each pair of tokens. With one query
-    nothing waits for the device.
+    Causal and bidirectional masks with windows, chunks, padding, packed sequences, blocks that see
+    all of themselves and static caches take memory for each token; others become a bias, for each
+    pair of tokens. With one query nothing waits for the device.
 
     Args:
         q_length, q_offset: the queries are tokens q_offset to q_offset + q_length; keys likewise.
@@ -135,13 +135,16 @@ def make_mask(
         q_offset = int(q_offset)
     chunk = getattr(config, "attention_chunk_size", None)
     chunk = chunk if local_size == chunk else None
-    documents, window = None, None
+    documents, window, ranges = None, None, None
     if not (allow_is_causal_skip or allow_is_bidirectional_skip or use_vmap or tracing):
         documents = _packed_sequences(mask_function)
     if allow_is_causal_skip or documents is not None:
         window = Window(None if local_size is None or chunk else local_size - 1, 0)
     elif allow_is_bidirectional_skip:
         window = Window(local_size, local_size)
+    elif q_length > 1 and not tracing:
+        sizes = batch_size, q_offset + q_length, q_length
+        window, ranges = _ranges_of_blocks(mask_function, attention_mask, *sizes, kv_offset)
 
     # Bidirectional queries may have other tokens' keys. In all other masks the keys after the last
     # query are unused slots of a static cache.
@@ -180,7 +183,9 @@ def make_mask(
             q_ids = torch.zeros(batch_size, q_length, device=device)
         operands = _segments(q_ids, ids[:, kv_offset:])
     is_packed = documents is not None
-    if window.right == 0 and not is_padded and not is_packed:
+    if ranges is not None:
+        operands["q_ranges"] = ranges.to(device)
+    elif window.right == 0 and not is_padded and not is_packed:
         is_packed = None
     used: Any = num_keys if num_keys < kv_length else None
     return Mask(window, operands, used, is_packed)
@@ -201,15 +206,56 @@ def _packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
     """Return the segment ids of a mask of packed sequences, None for any other mask function.
 
     The ids are in the closure of `packed_sequence_mask_function`'s result, which must be joined
-    with transformers' causal or sliding mask, in either order; their positions count within a
-    sequence.
+    with transformers' causal or sliding mask, in either order; whether their positions count within
+    a sequence makes no difference.
     """
     packed, remapped = _split(mask_function, "packed_sequence_mask_function")
-    within = _closure(remapped, "remap_positions_for_packed_sequence").get("mask_function")
+    remap = _closure(remapped, "remap_positions_for_packed_sequence")  # from 5.23 on
+    within = remap.get("mask_function", remapped)
     _, rest = _split(within, "sliding_window_overlay")
     if not packed or rest is not causal_mask_function:
         return None
     return packed["packed_sequence_mask"].int()
+
+
+def _ranges_of_blocks(
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+    batch_size: int,
+    num_tokens: int,
+    q_length: int,
+    kv_offset: int,
+) -> tuple[Window | None, Tensor | None]:
+    """Return window and ranges of a mask in which tokens see what is before them, and their block.
+
+    Both are None for other masks. Blocks are prefixes and images: tokens of one id, side by side
+    without padding in between. A sliding window holds for the tokens before, or for all.
+    """
+    of_all, function = _split(mask_function, "sliding_window_overlay")
+    both = _closure(function, "or_masks").get("mask_functions", ())
+    blocks = _closure(both[-1], "blockwise_overlay") if len(both) == 2 else {}
+    before, function = _split(both[0], "sliding_window_overlay") if blocks else ({}, None)
+    if function is not causal_mask_function or (of_all and before):
+        return None, None
+    size = (of_all | before).get("sliding_window")
+    ids = blocks["block_sequence_ids"][:, :num_tokens].expand(batch_size, -1)
+    ids = pad(ids, (0, num_tokens - ids.shape[1]), value=-1)
+    if attention_mask is not None:
+        seen = attention_mask.to(ids.device)[:, :num_tokens]
+        ids = ids.where(pad(seen, (0, num_tokens - seen.shape[1])), -1)
+    begins = ids != pad(ids, (1, 0), value=-1)[:, :-1]
+    # A block's id is above all before it.
+    if (begins & (ids >= 0) & (ids <= pad(ids, (1, 0), value=-1).cummax(1).values[:, :-1])).any():
+        return None, None
+    token = torch.arange(num_tokens, device=ids.device)
+    first = token.where(begins, 0).cummax(1).values
+    following = pad(token.where(begins, num_tokens)[:, 1:], (0, 1), value=num_tokens)
+    end = following.flip(1).cummin(1).values.flip(1)
+    first, end = (x.where(ids >= 0, token) for x in (first, end))
+    if of_all and size is not None:
+        first = first.maximum(token - (size - 1))
+    ranges = torch.stack([first, end], 2)[:, -q_length:, None] - kv_offset
+    return Window(None if size is None else size - 1, 0), ranges.int()
 
 
 def _split(function: Any, maker: str) -> tuple[dict[str, Any], Any]:

@@ -36,6 +36,8 @@ Q_READ, DO_READ = number_barriers(5, MAX_Q_STAGES.value, MAX_LARGE_DO_STAGES.val
 _, _, DS_WRITTEN, DQ_WRITTEN, DQ_FREE, BIAS_READ = number_barriers(
     5, MAX_Q_STAGES.value, MAX_DO_STAGES.value, 1, 2, 2, 1
 )
+# Where a second consumer has some of the columns, with two stages at most: p is written, was read.
+P_WRITTEN, P_READ = map(gl.constexpr, (11, 14))
 # Both consumers of a backward and the producer.
 READERS = gl.constexpr(2 * 128 + 32)
 

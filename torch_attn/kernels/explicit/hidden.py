@@ -1,4 +1,4 @@
-"""Keys that a query does not see because of their segment, end or depth.
+"""Keys that a query does not see because of their segment, end or depth, or outside of its ranges.
 
 The values of the item's rows stay in registers; those of visited rows are loaded only in steps that
 need a mask, before the scores are awaited, where registers are free.
@@ -10,6 +10,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.explicit.query_ranges import load_ranges, show_keys, show_queries
 from torch_attn.kernels.library.segments import STAYS, VISITED
 
 
@@ -20,6 +21,8 @@ class Marks(NamedTuple):
         ids: segments of the rows that stay, STAYS for padding.
         ends: pointer to visited keys' ends; or ends of keys that stay, in query coordinates.
         depths: of queries that stay, or the greatest that see keys that stay.
+        ranges: begin and length of each range of queries that stay; or, where keys stay, a pointer
+            to visited queries' ranges, and the position of query 0.
     """
 
     ids: Any
@@ -28,13 +31,14 @@ class Marks(NamedTuple):
     ends: Any
     depths: Any
     other_depths: Any
+    ranges: Any
 
 
 @gluon.jit
-def mark_queries(mask, row_q, row_kv, rows, num_rows):
-    """Return the `Marks` of queries; row_q, row_kv: where ids, depths and ends begin."""
+def mark_queries(mask, q_ranges, row_q, row_kv, rows, num_rows, num_keys):
+    """Return the `Marks` of queries; row_q, row_kv: where their data and those of keys begin."""
     # Triton 3.6 cannot return None.
-    ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
+    ids, own_ids, other_ids, ends, depths, other_depths, ranges = 0, 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
         own_ids, other_ids = mask.segments.q + row_q, mask.segments.kv + row_kv
         ids = _load_ids(own_ids, rows, num_rows)
@@ -43,13 +47,15 @@ def mark_queries(mask, row_q, row_kv, rows, num_rows):
     if mask.depths is not None:
         depths = gl.load(mask.depths.q + row_q + rows, mask=rows < num_rows, other=0)
         other_depths = mask.depths.reach + row_kv
-    return Marks(ids, own_ids, other_ids, ends, depths, other_depths)
+    if q_ranges is not None:
+        ranges = load_ranges(q_ranges, row_q, rows, num_rows, num_keys)
+    return Marks(ids, own_ids, other_ids, ends, depths, other_depths, ranges)
 
 
 @gluon.jit
-def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
+def mark_keys(mask, q_ranges, row_q, row_kv, rows, num_rows, diagonal):
     """Return the `Marks` of keys; diagonal: position of query 0."""
-    ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
+    ids, own_ids, other_ids, ends, depths, other_depths, ranges = 0, 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
         own_ids, other_ids = mask.segments.kv + row_kv, mask.segments.q + row_q
         ids = _load_ids(own_ids, rows, num_rows)
@@ -60,7 +66,9 @@ def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
     if mask.depths is not None:
         depths = gl.load(mask.depths.reach + row_kv + rows, mask=rows < num_rows, other=0)
         other_depths = mask.depths.q + row_q
-    return Marks(ids, own_ids, other_ids, ends, depths, other_depths)
+    if q_ranges is not None:
+        ranges = q_ranges.bounds + row_q * (2 * q_ranges.number), diagonal
+    return Marks(ids, own_ids, other_ids, ends, depths, other_depths, ranges)
 
 
 @gluon.jit
@@ -86,16 +94,19 @@ def load_keys(
 
 
 @gluon.jit
-def hide_keys(s, mask, marks, position, of_keys):
-    """Set hidden scores to -inf; queries are rows."""
+def hide_keys(s, mask, q_ranges, marks, position, of_keys, limits):
+    """Set hidden scores to -inf; queries are rows. With ranges, `Limits` are applied here."""
     ids, ends, reach, alike = of_keys
     if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if not alike:
             s = _where(marks.ids[:, None], ids[None, :], s, "eq")
-    if mask.tree is not None:
-        s = _where(position[:, None], ends[None, :], s, "lt")
-    if mask.depths is not None:
-        s = _where(marks.depths[:, None], reach[None, :], s, "le")
+    if q_ranges is not None:
+        s = show_keys(s, mask, q_ranges, marks, position, of_keys, limits)
+    else:
+        if mask.tree is not None:
+            s = _where(position[:, None], ends[None, :], s, "lt")
+        if mask.depths is not None:
+            s = _where(marks.depths[:, None], reach[None, :], s, "le")
     return s
 
 
@@ -113,17 +124,20 @@ def load_queries(
 
 
 @gluon.jit
-def hide_queries(s, mask, marks, start, of_queries):
-    """Set hidden scores to -inf; keys are rows."""
+def hide_queries(s, mask, q_ranges, marks, position, of_queries, limits):
+    """Set hidden scores to -inf; keys are rows. With ranges, `Limits` are applied here."""
     ids, depths, alike = of_queries
     if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if not alike:
             s = _where(marks.ids[:, None], ids[None, :], s, "eq")
-    if mask.tree is not None:
-        row = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        s = _where(row[None, :], marks.ends[:, None], s, "lt")
-    if mask.depths is not None:
-        s = _where(depths[None, :], marks.depths[:, None], s, "le")
+    if q_ranges is not None:
+        s = show_queries(s, mask, q_ranges, marks, position, of_queries, limits)
+    else:
+        if mask.tree is not None:
+            row = limits.start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+            s = _where(row[None, :], marks.ends[:, None], s, "lt")
+        if mask.depths is not None:
+            s = _where(depths[None, :], marks.depths[:, None], s, "le")
     return s
 
 

@@ -14,7 +14,7 @@ from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.intervals import tiles_of_rows
 from torch_attn.kernels.explicit.sections import report_added
 from torch_attn.kernels.explicit.sequences import locate_tile
-from torch_attn.kernels.explicit.steps import TileList, listed_tiles, lists_of, middle_of_list
+from torch_attn.kernels.explicit.steps import TileList, listed_tiles, middle_of_list
 from torch_attn.kernels.library.sequences import count_sequence_tiles, rows_of_sequence
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
@@ -38,6 +38,7 @@ class Problem(NamedTuple):
         diagonal: key position of the first query.
         together: see `head_and_tile`.
         offsets, offsets_other: where packed sequences begin on both axes.
+        tiles: the lists of `kernels.tile_lists`.
         elements_adjoin: in dense problems, the batch elements of a head follow each other.
     """
 
@@ -53,6 +54,7 @@ class Problem(NamedTuple):
     segments: Any
     tree: Any
     depths: Any
+    tiles: Any
     intervals: Any
     elements_adjoin: Any = None
 
@@ -197,10 +199,10 @@ def next_item(
             if len(sections) > 0:
                 report_added(sections, item)
             item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
-        if problem.tree is not None:
+        if problem.tiles is not None:
             place = _with_list(problem, place, 0, BLOCK, BLOCK_OTHER)
         hand_over_item(shared, turn, item, place)
-    elif are_listed(problem.segments, problem.tree):
+    elif problem.tiles is not None:
         item, place = _take_listed(problem, BLOCK, LAST_FIRST)
         place = _with_list(problem, place, place.head // heads, BLOCK, BLOCK_OTHER)
         hand_over_item(shared, turn, item, place)
@@ -221,7 +223,7 @@ def own_item(turn, problem, shared, READER: gl.constexpr = None):
         item, found = _receive(shared, turn, READER)
         if problem.intervals is not None:
             place = Part(*found)
-        elif are_listed(problem.segments, problem.tree):
+        elif problem.tiles is not None:
             place = ListedPlace(*found)
         elif problem.num_sequences is not None:
             place = Place(*found)
@@ -241,20 +243,15 @@ def locate_pairs(problem, place, batch, head, start, position):
 
 
 @triton.constexpr_function
-def are_listed(segments, tree):
-    return segments is not None or tree is not None
-
-
-@triton.constexpr_function
-def are_counted(num_sequences, segments, tree):
-    return num_sequences is not None or segments is not None or tree is not None
+def are_counted(num_sequences, tiles):
+    return num_sequences is not None or tiles is not None
 
 
 @gluon.jit
 def tiles_of_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
     middle = middle_of_list(
-        problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
-        problem.num_sequences, BLOCK, BLOCK_OTHER,
+        problem.tiles, batch, place.tile, problem.size, problem.size_other, problem.num_sequences,
+        BLOCK, BLOCK_OTHER,
     )  # fmt: skip
     return TileList(middle, place.first, place.padding), place.before, place.full, 0
 
@@ -277,7 +274,7 @@ def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constex
 
 @gluon.jit
 def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
-    item = gl.atomic_add(lists_of(problem.segments, problem.tree), 1, sem="relaxed")
+    item = gl.atomic_add(problem.tiles, 1, sem="relaxed")
     # As in `_take_item`.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
@@ -294,8 +291,8 @@ def _with_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.const
     Where nothing is visible there is one masked tile, so that each consumer has one.
     """
     found, before, full, _after = listed_tiles(
-        problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
-        problem.num_sequences, BLOCK, BLOCK_OTHER,
+        problem.tiles, batch, place.tile, problem.size, problem.size_other, problem.num_sequences,
+        BLOCK, BLOCK_OTHER,
     )  # fmt: skip
     return ListedPlace(
         place.head, place.tile, place.start, place.end, place.first_other, place.size_other,
@@ -437,7 +434,7 @@ def heads_at_a_time(
 
 
 def has_unknown_lengths(spec: AttentionSpec) -> bool:
-    return isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
+    return isinstance(spec, VarlenSpec | PartialSpec) or spec.hides_by_data
 
 
 def item_counter(
@@ -449,7 +446,7 @@ def item_counter(
     the counts of `Sections` behind it: [2 + 3 · batch · heads].
     """
     is_counted = has_sections or isinstance(spec, VarlenSpec | PartialSpec)
-    if has_uneven and not (spec.segmented or spec.tree):
+    if has_uneven and not spec.hides_by_data:
         is_counted |= is_uneven(spec)
     counts = 2 + 3 * spec.batch * spec.heads_q if has_sections else 1
     return q.new_zeros(counts, dtype=torch.int32) if is_counted else None

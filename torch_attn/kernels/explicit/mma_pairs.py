@@ -16,6 +16,7 @@ from torch_attn.kernels.explicit.hidden import (
 )
 from torch_attn.kernels.explicit.mma import store_rows
 from torch_attn.kernels.explicit.mma_scores import visible_scores
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import is_list, listed_tiles
 from torch_attn.kernels.library.schedule import longest_first
@@ -156,11 +157,10 @@ def _seen_tiles(
 ):  # fmt: skip
     """Return the tiles that the mask shows; size, size_other: rows of both axes."""
     BLOCK: gl.constexpr = rows.rows.shape[0]
-    if mask.segments is not None or mask.tree is not None:
+    if mask.tiles is not None:
         begin, before, full, after = listed_tiles(
-            mask.segments, mask.tree, rows.batch, rows.tile, size, size_other, num_sequences, BLOCK,
-            OTHER,
-        )  # fmt: skip
+            mask.tiles, rows.batch, rows.tile, size, size_other, num_sequences, BLOCK, OTHER
+        )
     else:
         begin, before, full, after = visible_tiles(
             rows.start, rows.end, rows.size_other, rows.diagonal, left, right, BLOCK, OTHER
@@ -195,9 +195,13 @@ def marks_of(mask, rows, OF_KEYS: gl.constexpr = False):
     """Load the `Marks` of the own rows; OF_KEYS: they are keys."""
     if OF_KEYS:
         diagonal = -rows.diagonal - rows.first
-        marks = mark_keys(mask, rows.row_other, rows.row, rows.rows, rows.end, diagonal)
+        marks = mark_keys(
+            mask, mask.q_ranges, rows.row_other, rows.row, rows.rows, rows.end, diagonal
+        )
     else:
-        marks = mark_queries(mask, rows.row, rows.row_other, rows.rows, rows.end)
+        marks = mark_queries(
+            mask, mask.q_ranges, rows.row, rows.row_other, rows.rows, rows.end, rows.size_other
+        )
     return marks
 
 
@@ -224,17 +228,22 @@ def pair_scores(
     LAYOUT: gl.constexpr = s.type.layout
     others = start + gl.arange(0, OTHER, gl.SliceLayout(0, LAYOUT))
     own, other, size = rows.positions[:, None], others[None, :], rows.size_other
+    end = size
     if OF_KEYS:
         end = rows.end + rows.diagonal
+    limits = Limits(start, size, end, left, right)
+    if mask.q_ranges is not None:
+        end, left, right = None, None, None
+    if OF_KEYS:
         s, dcap = visible_scores(s, other, own, end, rule, left, right, MASKED)
         if MASKED:
             of_queries = load_queries(mask, marks, start, size, OTHER, LAYOUT)
-            s = hide_queries(s, mask, marks, start, of_queries)
+            s = hide_queries(s, mask, mask.q_ranges, marks, rows.positions, of_queries, limits)
     else:
-        s, dcap = visible_scores(s, own, other, size, rule, left, right, MASKED)
+        s, dcap = visible_scores(s, own, other, end, rule, left, right, MASKED)
         if MASKED:
             of_keys = load_keys(mask, marks, start, size, OTHER, LAYOUT)
-            s = hide_keys(s, mask, marks, rows.positions, of_keys)
+            s = hide_keys(s, mask, mask.q_ranges, marks, rows.positions, of_keys, limits)
     return s, dcap
 
 

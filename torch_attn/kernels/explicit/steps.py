@@ -29,17 +29,14 @@ class TileList(NamedTuple):
 
 @gluon.jit
 def listed_tiles(
-    segments, tree, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr,
-    OTHER: gl.constexpr,
+    tiles, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr, OTHER: gl.constexpr
 ):  # fmt: skip
     """Return what `visible_tiles` does for a tile that has a list; `begin` is a `TileList`.
 
-    Where nothing is visible, there is one masked tile that is not counted. segments, tree: of
-    `tile_lists.listed_mask`; one may be None. batch: 0 for packed sequences.
+    Where nothing is visible, there is one masked tile that is not counted. tiles: a counter of work
+    items, followed by the lists. batch: 0 for packed sequences.
     """
-    middle = middle_of_list(
-        segments, tree, batch, tile, size, size_other, num_sequences, BLOCK, OTHER
-    )
+    middle = middle_of_list(tiles, batch, tile, size, size_other, num_sequences, BLOCK, OTHER)
     before, full, padding = gl.load(middle), gl.load(middle + 1), gl.load(middle + 2)
     first = gl.load(_entry(middle, 0, before))
     return TileList(middle, first, padding), before, full, 0
@@ -47,23 +44,12 @@ def listed_tiles(
 
 @gluon.jit
 def middle_of_list(
-    segments, tree, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr,
-    OTHER: gl.constexpr,
+    tiles, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr, OTHER: gl.constexpr
 ):  # fmt: skip
     most = gl.maximum(gl.cdiv(size_other, OTHER), 1)
     index = batch * count_sequence_tiles(size, num_sequences, BLOCK) + tile
     offset = index.to(gl.int64) * (2 * most + HEADER) + (1 + most)
-    return lists_of(segments, tree) + offset
-
-
-@gluon.jit
-def lists_of(segments, tree):
-    """Return a counter of work items, followed by the lists."""
-    if segments is not None:
-        lists_ptr = segments.ranges
-    else:
-        lists_ptr = tree.ranges
-    return lists_ptr
+    return tiles + offset
 
 
 @gluon.jit

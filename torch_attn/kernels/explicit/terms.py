@@ -79,6 +79,9 @@ def head_terms(terms, element, head):
         bias = terms.bias.entries + gl.multiple_of(place, terms.bias.align)
     if terms.seed is not None:
         counted, counted_head = element.to(gl.uint32), head.to(gl.uint32)
+        if terms.of_part:
+            counted += gl.cast(gl.load(terms.seed + 2), gl.uint32, bitcast=True)
+            counted_head += gl.cast(gl.load(terms.seed + 3), gl.uint32, bitcast=True)
         seed_low = gl.cast(gl.load(terms.seed), gl.uint32, bitcast=True)
         seed_high = gl.cast(gl.load(terms.seed + 1), gl.uint32, bitcast=True)
     return HeadTerms(slope, table, first, last, bias, counted, counted_head, seed_low, seed_high)

@@ -80,15 +80,17 @@ def load_tile(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(maps, tile, slot, batch, head, row, SIZE: gl.constexpr):
-    for i in gl.static_range(num_pieces(SIZE)):
+def store_tile(
+    maps, tile, slot, batch, head, row, SIZE: gl.constexpr, FIRST: gl.constexpr, COUNT: gl.constexpr
+):
+    for i in gl.static_range(FIRST, FIRST + COUNT):
         store_box(maps[i], [batch, head, row, piece_start(SIZE, i)], tile[i].index(slot))
 
 
 @gluon.jit
-def write_rows(tile, slot, x):
+def write_rows(tile, slot, x, FIRST: gl.constexpr):
     for i in gl.static_range(len(x)):
-        piece(tile[i], slot).store(x[i].to(tile[i].dtype))
+        piece(tile[FIRST + i], slot).store(x[i].to(tile[FIRST + i].dtype))
 
 
 @gluon.jit
@@ -152,24 +154,25 @@ def store_result(
     heads,
     IS_PACKED: gl.constexpr,
     SIZE: gl.constexpr,
+    FIRST: gl.constexpr = 0,
 ):
     """Start to store 64 rows of a result through a tile in shared memory that nobody reads.
 
     maps: descriptors; for packed sequences behind a pointer, or only that: TMA would store all 64,
-    and rows from `end` on belong to another sequence.
+    and rows from `end` on belong to another sequence. x: column pieces, from the FIRST one on.
     """
-    write_rows(tile, slot, x)
+    write_rows(tile, slot, x, FIRST)
     fence_async_shared()
     if IS_PACKED:
         HAS_MAPS: gl.constexpr = len(maps) > 1
         if HAS_MAPS and end - first >= 64:
-            store_tile(maps[1:], tile, slot, batch, head, first, SIZE)
+            store_tile(maps[1:], tile, slot, batch, head, first, SIZE, FIRST, len(x))
         else:
             barrier()
-            for i in gl.static_range(num_pieces(SIZE)):
+            for i in gl.static_range(FIRST, FIRST + len(x)):
                 _store_rows(maps[0], piece(tile[i], slot), head, first, end, heads, i, SIZE)
     else:
-        store_tile(maps, tile, slot, batch, head, first, SIZE)
+        store_tile(maps, tile, slot, batch, head, first, SIZE, FIRST, len(x))
 
 
 @gluon.jit

@@ -16,10 +16,10 @@ from twin_attention.targets.ptx import (
 )
 
 # PTX by how many scores of a tile a thread has.
-_CAP = gl.constexpr({n: cap_scores(n, exact=False) for n in (32, 64)})
-_CAP_OF_TERMS = gl.constexpr({n: cap_scores(n, exact=False, close=True) for n in (32, 64)})
-_CAP_EXACTLY = gl.constexpr({n: cap_scores(n, exact=True) for n in (32, 64)})
-_CONSTRAINTS = gl.constexpr({n: cap_constraints(n) for n in (32, 64)})
+_CAP = gl.constexpr({n: cap_scores(n, exact=False) for n in (16, 32, 64)})
+_CAP_OF_TERMS = gl.constexpr({n: cap_scores(n, exact=False, close=True) for n in (16, 32, 64)})
+_CAP_EXACTLY = gl.constexpr({n: cap_scores(n, exact=True) for n in (16, 32, 64)})
+_CONSTRAINTS = gl.constexpr({n: cap_constraints(n) for n in (16, 32, 64)})
 # PTX by how many pairs of scores a thread has.
 _EXP2 = gl.constexpr({n: capped_exponentials(n) for n in (8, 16, 32)})
 _EXP2_CONSTRAINTS = gl.constexpr({n: exponentials_constraints(n) for n in (8, 16, 32)})

@@ -36,9 +36,13 @@ def kept_pairs(terms, rows, others, OF_KEYS: tl.constexpr = False, ANY_START: tl
             query, key = query[None, :], key[:, None]
         else:
             query, key = query[:, None], key[None, :]
+        element, head = tl.cast(rows.element, tl.uint32), tl.cast(others.head, tl.uint32)
+        if terms.of_part:
+            element += tl.load(terms.seed + 2).to(tl.uint32, bitcast=True)
+            head += tl.load(terms.seed + 3).to(tl.uint32, bitcast=True)
         w0, w1, w2, w3 = philox(
-            tl.cast(rows.element, tl.uint32),
-            tl.cast(others.head, tl.uint32),
+            element,
+            head,
             (block_q + query // 16 * 8 + query % 8).to(tl.uint32),
             (block_kv + key // 32 * 8 + key % 8).to(tl.uint32),
             tl.load(terms.seed).to(tl.uint32, bitcast=True),

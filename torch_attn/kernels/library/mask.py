@@ -37,7 +37,8 @@ from twin_attention.contract.spec import AttentionSpec
 class Mask(NamedTuple):
     """Say which keys a query sees; None for a mask that is absent.
 
-    `q_blocks` are of kernels that visit queries. `lists` come first: in loops, Triton 3.6 loses a
+    `q_blocks` are of portable kernels that visit queries, `tiles` the lists of `kernels.tile_lists`
+    before explicit kernels. `lists` come first: in loops, Triton 3.6 loses a
     nested tuple's constants unless a constant of the outer tuple, such as None, follows.
     """
 
@@ -48,6 +49,7 @@ class Mask(NamedTuple):
     depths: Depths | None
     q_ranges: QueryRanges | None
     q_blocks: Tensor | None
+    tiles: Tensor | None
     intervals: RowIntervals | None
 
 
@@ -56,7 +58,7 @@ def mask_of_keys(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Ma
     segments, intervals = visiting_keys(segments_of(operands)), intervals_of_keys(operands)
     lists, tree = lists_of_keys(operands), tree_of(operands, spec)
     ranges = ranges_of(operands)
-    return Mask(lists, offsets_of(operands), segments, *tree, ranges, None, intervals)
+    return Mask(lists, offsets_of(operands), segments, *tree, ranges, None, None, intervals)
 
 
 def mask_of_queries(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
@@ -65,7 +67,7 @@ def mask_of_queries(operands: AttentionOperands[Tensor], spec: AttentionSpec) ->
     lists, tree = lists_of_queries(operands), tree_of(operands, spec)
     ranges = ranges_of(operands)
     blocks = blocks_of_queries(ranges)
-    return Mask(lists, offsets_of(operands), segments, *tree, ranges, blocks, intervals)
+    return Mask(lists, offsets_of(operands), segments, *tree, ranges, blocks, None, intervals)
 
 
 def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:

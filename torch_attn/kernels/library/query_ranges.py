@@ -74,11 +74,19 @@ def tiles_in_ranges(mask, rows, tiles, row, exists, BLOCK: tl.constexpr, OF_KEYS
     if OF_KEYS:
         shown, whole = _tiles_of_queries(mask, rows, row, exists, BLOCK)
     else:
-        begin, last = row[:, None], row[:, None] + BLOCK
-        shown = (begin < tiles.range_end[None, :]) & (last > tiles.range_begin[None, :])
-        whole = (begin >= tiles.all_begin[None, :]) & (last <= tiles.all_end[None, :])
-        shown, whole = _any(shown), _any(whole)
+        bounds = tiles.range_begin, tiles.range_end, tiles.all_begin, tiles.all_end
+        shown, whole = tiles_in_bounds(bounds, row, BLOCK)
     return shown, whole
+
+
+@triton.jit
+def tiles_in_bounds(bounds, row, BLOCK: tl.constexpr):
+    """Return which tiles of keys ranges show, in part and in full, by `bounds_of_queries`."""
+    range_begin, range_end, all_begin, all_end = bounds
+    begin, last = row[:, None], row[:, None] + BLOCK
+    shown = (begin < range_end[None, :]) & (last > range_begin[None, :])
+    whole = (begin >= all_begin[None, :]) & (last <= all_end[None, :])
+    return _any(shown), _any(whole)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ class Terms(NamedTuple):
     Attributes:
         relative: [Hq, 2R + 1], with radius R.
         slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
-        seed: [2] int32 or uint32.
+        seed: of dropout, as `twin_attention.contract.dropout.dropout_weights` has it.
         dbias: the bias's gradient, if a kernel stores it.
         drelative: [Hq, 2R + 1] float32, the table's gradient, if a kernel adds to it.
         rest: `softmax.rest_of_lse` of a forward, shaped as lse.
@@ -63,6 +63,7 @@ class Terms(NamedTuple):
         of_batch: from one batch element's slopes to the next's, or 0.
         count: batch elements with slopes.
         falling: no query sees a key after it.
+        of_part: the seed has the first batch element and head.
     """
 
     relative: Any = None
@@ -78,6 +79,7 @@ class Terms(NamedTuple):
     count: Any = None
     dropout: Any = None
     falling: Any = None
+    of_part: Any = None
 
 
 class DecodeTerms(NamedTuple):
@@ -317,8 +319,9 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
         count = batch if is_own else batch + 1
     terms = terms._replace(bias=with_strides(terms.bias), dbias=with_strides(terms.dbias))
     numbers = {"radius": radius, "of_batch": of_batch, "count": count, "dropout": spec.dropout}
-    falling = tl.constexpr(spec.bounded_window.right == 0)
-    return {"terms": terms._replace(**numbers, falling=falling)}
+    falling = tl.constexpr(spec.bounded_window.right == 0 and not spec.ranges)
+    of_part = tl.constexpr(terms.seed is not None and terms.seed.shape[0] == 4)
+    return {"terms": terms._replace(**numbers, falling=falling, of_part=of_part)}
 
 
 def with_strides(bias: Bias) -> Bias:

@@ -53,7 +53,7 @@ from torch_attn.kernels.gradients import (
 from torch_attn.kernels.library.schedule import order_argument
 from torch_attn.kernels.library.sequences import count_sequence_tiles, num_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base
-from torch_attn.kernels.tile_lists import check_lists, listed_mask
+from torch_attn.kernels.tile_lists import listed_argument, listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
@@ -418,21 +418,21 @@ def _load_piece(base, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.conste
 
 def _prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
-    check_lists(call, of_keys=True)
+    mask = listed_argument(call, of_keys=True)
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
-    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles, None)
+    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles, None) | mask
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
-    check_lists(call, of_keys=False)
+    mask = listed_argument(call, of_keys=False)
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     heads = spec.heads_kv * spec.batch
     *_, sums, _mask = call.layouts
     summed_heads = None if sums.dq is None else heads
-    return (tiles * heads,), _arguments(call, tiles, summed_heads)
+    return (tiles * heads,), _arguments(call, tiles, summed_heads) | mask
 
 
 def _arguments(call: KernelCall, tiles: int, summed_heads: int | None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from torch_attn.kernels.library.schedule import order_argument
 from torch_attn.kernels.library.sequences import num_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, head_base
-from torch_attn.kernels.tile_lists import check_lists, listed_mask
+from torch_attn.kernels.tile_lists import listed_argument, listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -213,10 +213,9 @@ def flash_fwd(
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_fwd_kernel`."""
-    check_lists(call, of_keys=True)
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     arguments = flash_arguments(spec) | copy_arguments(q=q, k=k, v=v)
-    arguments |= order_argument(call, tiles, PROGRAMS_OF_SM)
+    arguments |= order_argument(call, tiles, PROGRAMS_OF_SM) | listed_argument(call, of_keys=True)
     return (tiles * spec.heads_q * spec.batch,), arguments

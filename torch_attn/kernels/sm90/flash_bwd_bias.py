@@ -323,7 +323,7 @@ def pairs_gradient(
     if bias is None or not shares_values(bias.shape, spec):
         return {}
     is_large = has_large_heads(spec) or spec.head_dim != spec.head_dim_v
-    if is_large or spec.segmented or spec.tree or not _has_boxes(bias):
+    if is_large or spec.hides_by_data or not _has_boxes(bias):
         return bias_gradient(operands, inputs, terms, mask, spec, backend)
     values = bias.new_empty(bias.shape)
     tensors = (*inputs, terms._replace(dbias=Bias(values)), mask)

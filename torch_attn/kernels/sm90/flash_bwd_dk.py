@@ -14,6 +14,7 @@ from torch_attn.kernels.explicit.wgmma import (
     product_scores,
     wait_product,
 )
+from torch_attn.kernels.sm90.halves import hand_over
 from torch_attn.kernels.sm90.queries import clear_keys, clear_queries, exponents_of_step
 
 
@@ -39,7 +40,7 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
     p = gl.exp2(power)
     p = p * dcap
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    return _pack_ds(kernel, p, dp, of_tile, slot)
+    return _pack_ds(kernel, p, dp, of_tile, slot, "first")
 
 
 @gluon.jit
@@ -78,16 +79,18 @@ def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.
     # Passes at once: its branch keeps ptxas from hoisting the next wait.
     wait_for_step(do_full, step)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    return _pack_ds(kernel, p, dp, of_tile, slot), dk
+    return _pack_ds(kernel, p, dp, of_tile, slot, "edge" if MASKED else "full"), dk
 
 
 @gluon.jit
-def _pack_ds(kernel, p, dp, of_tile, slot):
+def _pack_ds(kernel, p, dp, of_tile, slot, PLACE: gl.constexpr):
     """Return packed ``dsᵀ = pᵀ ∘ (dpᵀ - delta)``; p includes the derivative of the cap."""
     layout: gl.constexpr = product_layout(kernel.tiles.q[0].shape[3])
     delta = read_row(kernel.tiles.delta, slot, layout)
     dp = drop_scaled(dp, kernel.terms, of_tile, True)
     ds = pack(p * (dp - delta[None, :]), kernel.tiles.q[0].dtype)
+    if len(kernel.results[2]) > 0:
+        hand_over(kernel.results[2], ds, (), PLACE)
     arrive(DO_READ + slot, READERS)
     return ds
 

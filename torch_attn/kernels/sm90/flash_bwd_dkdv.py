@@ -11,7 +11,7 @@ from torch_attn.kernels.explicit.barriers import (
     MAX_Q_STAGES,
     allocate_barriers,
 )
-from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, are_listed
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted
 from torch_attn.kernels.explicit.sections import divide_heads, unfinished_sections
 from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import (
@@ -142,16 +142,17 @@ def flash_bwd_dkdv_kernel(
     of_dq = (ds_buffer, dq_tiles)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree) or counter_ptr is not None:
-        listed: gl.constexpr = are_listed(mask.segments, mask.tree)
+    if are_counted(num_sequences, mask.tiles) or counter_ptr is not None:
+        listed: gl.constexpr = mask.tiles is not None
         shared = allocate_hand_over(2 if sums.dq is None else 3, listed)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
-        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals, terms.dbias.adds,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.tiles, mask.intervals,
+        terms.dbias.adds,
     )  # fmt: skip
     sections = ()
     if sums.passes.dq is not None:
-        counted: gl.constexpr = are_counted(num_sequences, mask.segments, mask.tree)
+        counted: gl.constexpr = are_counted(num_sequences, mask.tiles)
         unfinished: gl.constexpr = unfinished_sections(counted or mask.intervals is not None)
         sections = divide_heads(counter_ptr, problem, unfinished, MEMBERS)
     # As in `flash_fwd_kernel`. The last partitions load, add dq, do the passes.
@@ -161,8 +162,8 @@ def flash_bwd_dkdv_kernel(
                 Kernel(
                     tiles, barriers, shared,
                     Gradients(ds_buffer, dq_tiles, dk, dv, sums.dk, sums.dv), problem, rule, terms,
-                    window_left, window_right, GROUP_SIZE, MEMBERS, sums.dq is not None, HEAD_DIM,
-                    HEAD_DIM_V, EDGES,
+                    window_left, window_right, mask.q_ranges, GROUP_SIZE, MEMBERS,
+                    sums.dq is not None, HEAD_DIM, HEAD_DIM_V, EDGES,
                 ),
                 part,
             ))

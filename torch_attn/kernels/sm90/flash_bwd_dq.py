@@ -10,7 +10,6 @@ from torch_attn.kernels.explicit.items import (
     Problem,
     allocate_hand_over,
     are_counted,
-    are_listed,
     persistent,
 )
 from torch_attn.kernels.explicit.tma import (
@@ -21,9 +20,10 @@ from torch_attn.kernels.explicit.tma import (
 )
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
-from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume_keys
+from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
-from torch_attn.kernels.tile_lists import check_lists
+from torch_attn.kernels.sm90.halves import first_columns, halves_in
+from torch_attn.kernels.tile_lists import listed_argument
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
@@ -70,7 +70,7 @@ def flash_bwd_dq_kernel(
     NUM_STAGES: gl.constexpr,
     EDGES: gl.constexpr,
 ):
-    """One program computes tiles of 128 rows of dq, one after the other.
+    """One program computes tiles of 128 rows of dq, or 64 in `halves`, one after the other.
 
     Warps, descriptors and counter_ptr as in `flash_fwd_kernel`. A consumer issues ds·k of a tile of
     keys with q·kᵀ of the next. During the first q·kᵀ it computes lse2 and delta of its rows, and
@@ -89,14 +89,20 @@ def flash_bwd_dq_kernel(
     gl.static_assert(NUM_STAGES >= 2)
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
     Q_STAGES: gl.constexpr = q_stages(HEAD_DIM, HEAD_DIM_V, num_sequences is not None)
-    q_tile = allocate_tile(dtype, 2 * Q_STAGES, 64, HEAD_DIM)
-    do_tile = allocate_tile(dtype, 2 * Q_STAGES, 64, HEAD_DIM_V)
+    IN_HALVES: gl.constexpr = first_columns(HEAD_DIM) < HEAD_DIM
+    TILES: gl.constexpr = 1 if IN_HALVES else 2
+    q_tile = allocate_tile(dtype, TILES * Q_STAGES, 64, HEAD_DIM)
+    do_tile = allocate_tile(dtype, TILES * Q_STAGES, 64, HEAD_DIM_V)
     out_tile = ()
     if out is not None and out_strides is None:
         out_tile = allocate_tile(dtype, 2 * Q_STAGES, 64, HEAD_DIM_V)
     V_STAGES: gl.constexpr = NUM_STAGES if out_strides is None else NUM_STAGES - 1
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, V_STAGES, BLOCK_KV, HEAD_DIM_V)
+    halves = None
+    if IN_HALVES:
+        gl.static_assert(V_STAGES == 1)
+        halves = halves_in(v_tile, BLOCK_KV)
     q_full = allocate_barriers(2 * Q_STAGES)
     do_full = allocate_barriers(2 * Q_STAGES)
     out_full = allocate_barriers(2 * Q_STAGES)
@@ -108,19 +114,21 @@ def flash_bwd_dq_kernel(
     tiles = (q_tile, do_tile, out_tile, k_tile, v_tile)
     barriers = (q_full, do_full, out_full, q_read, k_full, v_full)
     shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
-        shared = allocate_hand_over(2, are_listed(mask.segments, mask.tree))
+    if are_counted(num_sequences, mask.tiles) or mask.intervals is not None:
+        shared = allocate_hand_over(2, mask.tiles is not None)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.tiles, mask.intervals,
     )  # fmt: skip
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
-            (consume_keys, (
+            (consume, (
                 Kernel(
                     tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
-                    terms, window_left, window_right, None, 128, HEAD_DIM, HEAD_DIM_V, EDGES,
+                    terms, window_left, window_right, None, mask.q_ranges, halves, 64 * TILES,
+                    HEAD_DIM,
+                    HEAD_DIM_V, EDGES,
                 ),
                 part,
             ))
@@ -141,9 +149,7 @@ def flash_bwd_dq_kernel(
 
 
 def prepare_dq(call: KernelCall) -> Prepared:
-    check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
-    assert config.block_q == 128
     q, k, v, dout, out, _statistics, dq, *_ = call.layouts
     large = sm90.has_large_heads(spec)
     arguments = {
@@ -155,11 +161,11 @@ def prepare_dq(call: KernelCall) -> Prepared:
         "out_strides": strides_of(out=out).out if large else None,
         "dq": stored_maps_of(spec, dq, 64),
         "EDGES": isinstance(spec, VarlenSpec | PartialSpec)
-        or spec.segmented
-        or spec.tree
+        or spec.hides_by_data
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         **terms_argument(call),
+        **listed_argument(call, of_keys=True),
     }
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)

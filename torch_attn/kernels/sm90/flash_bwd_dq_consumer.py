@@ -2,14 +2,25 @@
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from torch_attn.kernels.explicit.barriers import K_READ, READERS, V_READ, arrive, wait_for_step
+from torch_attn.kernels.explicit.barriers import (
+    K_READ,
+    P_READ,
+    P_WRITTEN,
+    READERS,
+    V_READ,
+    arrive,
+    wait_for_all,
+    wait_for_step,
+)
 from torch_attn.kernels.explicit.carry import add_carry, head_rows
 from torch_attn.kernels.explicit.hidden import hide_keys, load_keys
 from torch_attn.kernels.explicit.items import own_item
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import rows_have_padding, step_start
 from torch_attn.kernels.explicit.terms import adds_terms, drop_scaled, prepare_tile, store_bias
@@ -32,6 +43,7 @@ from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
+from torch_attn.kernels.sm90.halves import add_handed, first_columns, hand_over
 from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
@@ -51,6 +63,8 @@ class Kernel(NamedTuple):
     left: Any
     right: Any
     lists: Any
+    q_ranges: Any
+    halves: Any
     block_q: Any
     head_dim: Any
     head_dim_v: Any
@@ -66,9 +80,17 @@ class RowStatistics(NamedTuple):
 
 
 @gluon.jit
-def consume_keys(kernel, CONSUMER: gl.constexpr):
+def consume(kernel, CONSUMER: gl.constexpr):
+    if kernel.halves is not None and CONSUMER == 1:
+        _consume_ds(kernel)
+    else:
+        _consume_keys(kernel, CONSUMER)
+
+
+@gluon.jit
+def _consume_keys(kernel, CONSUMER: gl.constexpr):
     q_tile, _do_tile, _out_tile, k_tile, _v_tile = kernel.tiles
-    Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
+    Q_STAGES: gl.constexpr = stages_of_queries(q_tile)
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # counted over all items
     turn = 0
@@ -77,7 +99,7 @@ def consume_keys(kernel, CONSUMER: gl.constexpr):
         queries = own_queries(kernel, item, place, CONSUMER, BLOCK_KV)
         slot_q = turn % Q_STAGES * 2 + CONSUMER
         statistics, ds = _visit_first(kernel, queries, place, slot_q, step, turn)
-        dq = zeros(64, kernel.head_dim)
+        dq = zeros(64, first_columns(kernel.head_dim))
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
         _begin, before, full, after = queries.work.visits
@@ -101,7 +123,7 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
     """Return the rows' `RowStatistics`, which q·kᵀ overlaps, and packed ds of the first tile."""
     q_tile, do_tile, _out_tile, k_tile, v_tile = kernel.tiles
     q_full, do_full, _out_full, q_read, k_full, v_full = kernel.barriers
-    Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
+    Q_STAGES: gl.constexpr = stages_of_queries(q_tile)
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     layout: gl.constexpr = product_layout(BLOCK_KV)
     lse = _load_lse(kernel, queries)
@@ -127,7 +149,8 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
     dp = product_scores(do_tile, slot_q, v_tile, slot_v, kernel.head_dim_v, layout)
     s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
     p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, kernel.edges)
-    return statistics, _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v)
+    ds = _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v, "first")
+    return statistics, ds
 
 
 @gluon.jit
@@ -173,7 +196,8 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
     p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED)
     # Passes at once: its branch keeps ptxas from hoisting the next wait.
     wait_for_step(v_full, step)
-    return _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v), dq
+    place: gl.constexpr = "edge" if MASKED else "full"
+    return _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v, place), dq
 
 
 @gluon.jit
@@ -199,9 +223,46 @@ def _finish_rows(kernel, queries, slot_q, step, ds, dq, CONSUMER: gl.constexpr):
             kernel.dq, q_tile, slot_q, dq, work.batch, work.head, queries.first, end, heads,
             kernel.problem.num_sequences is not None, kernel.head_dim,
         )  # fmt: skip
-    if q_tile[0].shape[0] == 2:
+    if q_tile[0].shape[0] <= 2:
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
+
+
+@triton.constexpr_function
+def stages_of_queries(q_tile):
+    return max(q_tile[0].shape[0] // 2, 1)
+
+
+@gluon.jit
+def _consume_ds(kernel):
+    """Compute the other columns of each item, from the ds that the first consumer hands over."""
+    q_tile, _do_tile, _out_tile, k_tile, v_tile = kernel.tiles
+    _q_full, _do_full, _out_full, q_read, k_full, _v_full = kernel.barriers
+    step = 0  # counted over all items
+    turn = 0
+    arrive(P_READ, 256)
+    item, place = own_item(turn, kernel.problem, kernel.shared, 1)
+    while item < kernel.problem.num_items:
+        queries = own_queries(kernel, item, place, 0, k_tile[0].shape[3])
+        work = queries.work
+        _begin, before, full, after = work.visits
+        dq = zeros(64, kernel.head_dim - first_columns(kernel.head_dim))
+        for _ in range(before + full + after):
+            slot, slot_v = step % k_tile[0].shape[0], step % v_tile[0].shape[0]
+            wait_for_all(P_WRITTEN, 256)
+            dq = add_handed(kernel.halves, dq, k_tile, k_full, step)
+            arrive(V_READ + slot_v, READERS)
+            arrive(K_READ + slot, READERS)
+            step += 1
+        store_result(
+            kernel.dq, q_tile, 0, scale_all(dq, kernel.rule.scale), work.batch, work.head,
+            queries.first, work.rows.end, kernel.problem.heads_q,
+            kernel.problem.num_sequences is not None, kernel.head_dim, 1,
+        )  # fmt: skip
+        tma.store_wait(0)
+        mbarrier.arrive(q_read.index(1), count=1)
+        turn += 1
+        item, place = own_item(turn, kernel.problem, kernel.shared, 1)
 
 
 @gluon.jit
@@ -252,7 +313,7 @@ def _row_statistics(kernel, queries, place, lse, slot_q, phase):
     padded_rows *= ROW_PADDING
     padded = (work.batch * problem.heads_q + work.head).to(gl.int64) * padded_rows
     if IS_PACKED:
-        padded += place.tile * 128 - place.start
+        padded += place.tile * kernel.block_q - place.start
     rest2 = 0.0
     if problem.intervals is not None:
         lse2 = gl.load(kernel.statistics.lse2 + padded + rows)
@@ -273,6 +334,13 @@ def _row_statistics(kernel, queries, place, lse, slot_q, phase):
             lse2 *= LOG2E
         gl.store(kernel.statistics.lse2 + padded + rows, lse2)
         gl.store(kernel.statistics.delta + padded + rows, delta)
+        if kernel.block_q < ROW_PADDING:
+            # No tile has the padding behind the last one.
+            behind = rows + kernel.block_q
+            is_padding = (behind < padded_rows) & (queries.first + kernel.block_q >= work.rows.end)
+            nothing = gl.full([64], float("inf"), gl.float32, rows.type.layout)
+            gl.store(kernel.statistics.lse2 + padded + behind, nothing, mask=is_padding)
+            gl.store(kernel.statistics.delta + padded + behind, 1.0 / nothing, mask=is_padding)
         if ADDS:
             gl.store(kernel.statistics.rest2 + padded + rows, rest2)
     return RowStatistics(lse2, delta, rest2)
@@ -311,32 +379,44 @@ def _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASK
     ADDS: gl.constexpr = adds_terms(
         kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
     )
-    left, right = kernel.left, kernel.right
+    end, left, right = queries.work.keys.size, kernel.left, kernel.right
     if kernel.problem.intervals is not None:
         left, right = 0, queries.right[:, None]
+    if kernel.q_ranges is not None:
+        end, left, right = None, None, None
     rest2 = statistics.rest2
     if ADDS:
         rest2 = rest2[:, None]
     key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
-        s, queries.position[:, None], key[None, :], queries.work.keys.size, kernel.rule, left,
-        right, MASKED, kernel.terms, queries.terms, of_tile,
+        s, queries.position[:, None], key[None, :], end, kernel.rule, left, right, MASKED,
+        kernel.terms, queries.terms, of_tile,
     )  # fmt: skip
     if MASKED:
-        s = hide_keys(s, kernel.problem, queries.marks, queries.position, of_keys)
+        limits = Limits(start, queries.work.keys.size, None, kernel.left, kernel.right)
+        s = hide_keys(
+            s, kernel.problem, kernel.q_ranges, queries.marks, queries.position, of_keys, limits
+        )
     return gl.exp2(exponents(s, scale, statistics.lse2[:, None], rest2, ADDS)) * dcap
 
 
 @gluon.jit
-def _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v):
+def _finish_ds(
+    kernel, queries, statistics, p, dp, start, of_tile, slot_v, PLACE: gl.constexpr
+):  # fmt: skip
     """Wait for dp, and return packed ``ds = p ∘ (dp - delta)``."""
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    arrive(V_READ + slot_v, READERS)
+    if kernel.halves is None:
+        arrive(V_READ + slot_v, READERS)
     ds = p * (drop_scaled(dp, kernel.terms, of_tile) - statistics.delta[:, None])
     if kernel.terms.dbias.entries is not None:
         work = queries.work
         store_bias(kernel.terms.dbias, ds, queries.pairs, start, work.rows.end, work.keys.size)
-    return pack(ds, kernel.tiles[0][0].dtype)
+    packed = pack(ds, kernel.tiles[0][0].dtype)
+    if kernel.halves is not None:
+        hand_over(kernel.halves, packed, (), PLACE)
+        arrive(V_READ + slot_v, READERS)
+    return packed
 
 
 @gluon.jit

@@ -31,18 +31,20 @@ def produce_keys(
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
     q, dout, out = of_queries
     k, v = of_keys
-    Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
+    BLOCK_Q: gl.constexpr = 64 * min(q_tile[0].shape[0], 2)
+    Q_STAGES: gl.constexpr = 64 * q_tile[0].shape[0] // BLOCK_Q
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # counted over all items
     turn = 0
     item, place = next_item(
-        turn, problem, shared, counter_ptr, 128, True, row_ptrs, (), problem.heads_q, BLOCK_KV, True
-    )
+        turn, problem, shared, counter_ptr, BLOCK_Q, True, row_ptrs, (), problem.heads_q, BLOCK_KV,
+        True,
+    )  # fmt: skip
     while item < problem.num_items:
         batch, head, rows, keys, visible = locate_queries(
-            item, place, problem, window_left, window_right, None, 128, BLOCK_KV
+            item, place, problem, window_left, window_right, None, BLOCK_Q, BLOCK_KV
         )
         begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
@@ -53,7 +55,9 @@ def produce_keys(
                 wait_for_all(K_READ + slot, READERS)
             load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
-                for consumer in gl.static_range(2):
+                for consumer in gl.static_range(BLOCK_Q // 64, 2):
+                    mbarrier.wait(q_read.index(consumer), turn & 1 ^ 1)
+                for consumer in gl.static_range(BLOCK_Q // 64):
                     first = rows.start + consumer * 64
                     slot = turn % Q_STAGES * 2 + consumer
                     mbarrier.wait(q_read.index(slot), (turn // Q_STAGES & 1) ^ 1)
@@ -73,6 +77,6 @@ def produce_keys(
             step += 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, 128, True, row_ptrs, (), problem.heads_q, BLOCK_KV,
-            True,
+            turn, problem, shared, counter_ptr, BLOCK_Q, True, row_ptrs, (), problem.heads_q,
+            BLOCK_KV, True,
         )  # fmt: skip

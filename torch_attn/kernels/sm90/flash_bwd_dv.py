@@ -7,13 +7,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from torch_attn.kernels.explicit.barriers import DO_READ, READERS, arrive, wait_for_step
 from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.explicit.terms import drop
-from torch_attn.kernels.explicit.tma import num_pieces
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
     product_layout,
     product_scores,
     wait_product,
 )
+from torch_attn.kernels.sm90.halves import hand_over
 from torch_attn.kernels.sm90.queries import clear_keys, clear_queries, exponents_of_step
 
 
@@ -32,7 +32,10 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
     s = warpgroup_mma_wait(0, deps=(s,))
     power, _dcap, of_tile = exponents_of_step(kernel, keys, s, step, 0, kernel.edges)
     p = gl.exp2(power)
-    return pack(drop(p, kernel.terms, of_tile.kept, True), q_tile[0].dtype)
+    packed = pack(drop(p, kernel.terms, of_tile.kept, True), q_tile[0].dtype)
+    if len(kernel.results[2]) > 0:
+        _hand_over(kernel, keys, packed, step, 0, kernel.edges, "first")
+    return packed
 
 
 @gluon.jit
@@ -49,7 +52,8 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
     if MASKED:
         # dout's next tile may take this one's place: it does not arrive before.
         clear_queries(kernel, keys, q_tile, q_full, step - index, index)
-        clear_queries(kernel, keys, do_tile, do_full, step - index, index - 1)
+        if len(kernel.results[2]) == 0:
+            clear_queries(kernel, keys, do_tile, do_full, step - index, index - 1)
     slot, previous = step % q_tile[0].shape[0], (step - 1) % do_tile[0].shape[0]
     # sᵀ = scale · k qᵀ, and dv += pᵀ dout for the previous tile
     wait_for_step(q_full, step)
@@ -57,7 +61,7 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
     wait_for_step(do_full, step - 1)
     left = unpack(packed, dtype, layout, "edge" if MASKED else "full")
     dv = add_product(dv, left, do_tile, previous)
-    s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
+    s = warpgroup_mma_wait(len(dv), deps=(s,))
     # pᵀ = exp(sᵀ - lse)
     power, _dcap, of_tile = exponents_of_step(kernel, keys, s, step, index, MASKED)
     p = gl.exp2(power)
@@ -65,7 +69,19 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
     wait_for_step(do_full, step - 1)
     dv, left = wait_product(dv, left)
     arrive(DO_READ + previous, READERS)
-    return pack(drop(p, kernel.terms, of_tile.kept, True), dtype), dv
+    packed = pack(drop(p, kernel.terms, of_tile.kept, True), dtype)
+    if len(kernel.results[2]) > 0:
+        place: gl.constexpr = "edge, given" if MASKED else "full, given"
+        _hand_over(kernel, keys, packed, step, index, MASKED, place)
+    return packed, dv
+
+
+@gluon.jit
+def _hand_over(kernel, keys, packed, step, index, MASKED: gl.constexpr, PLACE: gl.constexpr):
+    """Give the other consumer pᵀ, and a tile of dout that has no rows of others."""
+    if MASKED:
+        clear_queries(kernel, keys, kernel.tiles.dout, kernel.barriers.do_full, step - index, index)
+    hand_over(kernel.results[2], packed, (), PLACE)
 
 
 @gluon.jit

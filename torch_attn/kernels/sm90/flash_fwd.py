@@ -17,18 +17,17 @@ from torch_attn.kernels.explicit.items import (
     Problem,
     allocate_hand_over,
     are_counted,
-    are_listed,
     item_counter,
     persistent,
 )
 from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import allocate_tile, maps_of, stored_maps_of
-from torch_attn.kernels.library.mask import mask_argument
 from torch_attn.kernels.library.terms import terms_argument, terms_of
-from torch_attn.kernels.sm90.flash_fwd_consumer import Kernel, consume_keys
+from torch_attn.kernels.sm90.flash_fwd_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd_rows import Results
-from torch_attn.kernels.tile_lists import check_lists, listed_mask
+from torch_attn.kernels.sm90.halves import allocate_halves, first_columns
+from torch_attn.kernels.tile_lists import listed_argument, listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch, rule_argument
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
@@ -50,7 +49,7 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 AHEAD_HEAD_DIM = 96
 # By the largest head dimension: from this many steps in its longest tile on, a dense problem takes
 # uneven tiles from a counter.
-COUNTED_STEPS = {128: 64, 256: 32}
+COUNTED_STEPS = {128: 64, 256: 32, 512: 32}
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
@@ -85,7 +84,8 @@ def flash_fwd_kernel(
 ):
     """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
 
-    BLOCK_Q / 64 consumer warpgroups have 64 rows each (docs/reading-the-twins.md).
+    BLOCK_Q / 64 consumer warpgroups have 64 rows each (docs/reading-the-twins.md). If out has more
+    than 256 columns, there is one, and another for the rest of the columns (`halves`).
     PING_PONG: the consumers issue in turn; at 2, only the first waits for tiles of keys and values
     in the main loop.
 
@@ -120,7 +120,8 @@ def flash_fwd_kernel(
     if terms.bias.boxes is not None:
         bias_tile = allocate_bias_boxes(terms.bias.boxes, NUM_STAGES, BLOCK_Q, BLOCK_KV)
     q_full = allocate_barriers(NUM_TILES_Q)
-    q_read = allocate_barriers(NUM_TILES_Q)
+    HALVES: gl.constexpr = 1 if first_columns(HEAD_DIM_V) < HEAD_DIM_V else 0
+    q_read = allocate_barriers(NUM_TILES_Q + HALVES)
     k_full = allocate_barriers(NUM_STAGES)
     v_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
@@ -128,35 +129,38 @@ def flash_fwd_kernel(
     tiles = (q_tile, k_tile, v_tile, out_tile, bias_tile)
     barriers = (q_full, q_read, k_full, v_full)
     shared, carried = (), ()
-    if are_counted(num_sequences, mask.segments, mask.tree) or counter_ptr is not None:
-        shared = allocate_hand_over(NUM_CONSUMERS, are_listed(mask.segments, mask.tree), 2)
+    if are_counted(num_sequences, mask.tiles) or counter_ptr is not None:
+        shared = allocate_hand_over(NUM_CONSUMERS + HALVES, mask.tiles is not None, 2)
     if results.carry is not None:
         carried = (results.carry,)
+    halves = None
+    if HALVES:
+        halves = allocate_halves(dtype, BLOCK_KV)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.tiles, mask.intervals,
     )  # fmt: skip
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
-            (consume_keys, (
+            (consume, (
                 Kernel(
                     tiles, barriers, shared, results, terms, problem, rule, window_left,
-                    window_right, sinks_ptr, mask.lists, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG,
-                    EDGES, AHEAD,
+                    window_right, sinks_ptr, mask.lists, mask.q_ranges, halves, BLOCK_Q, HEAD_DIM,
+                    HEAD_DIM_V, PING_PONG, EDGES, AHEAD,
                 ),
                 part,
             ))
-            if part < NUM_CONSUMERS
+            if part < NUM_CONSUMERS + HALVES
             else (produce_keys, (
                 tiles, barriers, shared, counter_ptr, (q, k, v), terms.bias, carried, problem,
                 window_left, window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 sinks_ptr is None and OUT == "part" and results.carry is not None,
             ))
-            for part in ((0, 1, 2) if NUM_CONSUMERS == 2 else (0, 1, 2, 3))
+            for part in ((0, 1, 2) if NUM_CONSUMERS < 3 else (0, 1, 2, 3))
         ],
-        [4, 1] if NUM_CONSUMERS == 2 else [4, 4, 1],
-        [240, 24] if NUM_CONSUMERS == 2 else [160, 160, 24],
+        [4, 1] if NUM_CONSUMERS < 3 else [4, 4, 1],
+        [240, 24] if NUM_CONSUMERS < 3 else [160, 160, 24],
     )  # fmt: skip
 
 
@@ -194,7 +198,6 @@ def launch_forward(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
@@ -220,8 +223,7 @@ def _prepare(call: KernelCall) -> Prepared:
         "terms": terms._replace(bias=terms.bias._replace(boxes=boxes)),
         # A list may be empty; then one tile is visited, and hides all.
         "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
-        or spec.segmented
-        or spec.tree
+        or spec.hides_by_data
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         # A consumer reads a tile of the bias when it has the item's rows.
@@ -229,7 +231,7 @@ def _prepare(call: KernelCall) -> Prepared:
         and boxes is None
         and _room_for(spec, config, 2),
     }
-    arguments |= mask_argument(call, of_keys=True)
+    arguments |= listed_argument(call, of_keys=True)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments, counter is not None)
 
 
@@ -262,6 +264,8 @@ def _room_for(
     rows = keys + tiles_q * config.block_q
     rows_v = keys + (0 if out_in_q else config.block_q)
     size = 2 * (columns * rows + columns_v * rows_v) + size_of_bias + 1024
+    if sm90.first_columns(spec.head_dim_v) < spec.head_dim_v:
+        size += 64 * (2 * config.block_kv + 4)  # of `Halves`
     return size <= SHARED_MEMORY_LIMIT["sm90"]
 
 

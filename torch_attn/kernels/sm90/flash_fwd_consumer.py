@@ -2,12 +2,14 @@
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from torch_attn.kernels.explicit.barriers import (
     K_READ,
+    P_READ,
     V_READ,
     arrive,
     arrive_at_slot,
@@ -18,7 +20,8 @@ from torch_attn.kernels.explicit.barriers import (
 from torch_attn.kernels.explicit.block_mask import kept_start
 from torch_attn.kernels.explicit.carry import keep_rows
 from torch_attn.kernels.explicit.hidden import hide_keys, load_keys
-from torch_attn.kernels.explicit.items import are_listed, own_item
+from torch_attn.kernels.explicit.items import own_item
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
 from torch_attn.kernels.explicit.softmax import rescales_on_demand
 from torch_attn.kernels.explicit.steps import step_is_alike
@@ -32,6 +35,7 @@ from torch_attn.kernels.explicit.wgmma import (
     scale_rows,
     wait_product,
     wait_sums,
+    zeros,
 )
 from torch_attn.kernels.explicit.wgmma_scores import (
     bounded_update,
@@ -49,6 +53,13 @@ from torch_attn.kernels.explicit.wgmma_terms import (
     scores_to_add,
 )
 from torch_attn.kernels.sm90.flash_fwd_rows import start_rows, store_out, store_statistics
+from torch_attn.kernels.sm90.halves import (
+    add_handed,
+    first_columns,
+    hand_over,
+    hand_over_factor,
+    receive_factor,
+)
 from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
@@ -70,6 +81,8 @@ class Kernel(NamedTuple):
     right: Any
     sinks_ptr: Any
     lists: Any
+    q_ranges: Any
+    halves: Any
     block_q: Any
     head_dim: Any
     head_dim_v: Any
@@ -93,7 +106,15 @@ class Softmax(NamedTuple):
 
 
 @gluon.jit
-def consume_keys(kernel, CONSUMER: gl.constexpr):
+def consume(kernel, CONSUMER: gl.constexpr):
+    if kernel.halves is not None and CONSUMER == 1:
+        _consume_values(kernel)
+    else:
+        _consume_keys(kernel, CONSUMER)
+
+
+@gluon.jit
+def _consume_keys(kernel, CONSUMER: gl.constexpr):
     q_tile, k_tile, _v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, q_read, _k_full, _v_full = kernel.barriers
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -104,13 +125,14 @@ def consume_keys(kernel, CONSUMER: gl.constexpr):
     ASKED: gl.constexpr = kernel.results.row_max is not None
     IS_PLAIN: gl.constexpr = (
         kernel.problem.intervals is None  # a row that sees one key is known
-        and not are_listed(kernel.problem.segments, kernel.problem.tree)
+        and kernel.problem.tiles is None
         and not adds_terms(kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes)
         and kernel.terms.seed is None
     )
     BOUNDED: gl.constexpr = (
         kernel.rule.small_cap and q_tile[0].dtype == gl.bfloat16 and IS_PLAIN and not ASKED
-    )
+        and kernel.halves is None
+    )  # fmt: skip
     ON_DEMAND: gl.constexpr = rescales_on_demand(kernel.head_dim_v) and not ASKED
     step = 0  # counted over all items
     turn = 0
@@ -221,6 +243,8 @@ def _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER: gl.const
             packed = drop_packed(packed, of_tile.kept)
     if kernel.edges:
         clear_visited((v_tile,), (v_full,), step, kernel.problem, queries, 0, start)
+    if kernel.halves is not None:
+        hand_over(kernel.halves, packed, (alpha,), "first")
     return packed, m_i, l_i, acc
 
 
@@ -238,7 +262,7 @@ def _visit(
     NUM_CONSUMERS: gl.constexpr = kernel.block_q // 64
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
-    READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
+    READERS: gl.constexpr = _readers_of_values(kernel.block_q, kernel.halves is None)
     DROPS: gl.constexpr = kernel.terms.seed is not None
     # At ping_pong 2 the turn comes from the first consumer, which has waited for the same tiles.
     AWAITS: gl.constexpr = (
@@ -263,9 +287,9 @@ def _visit(
     of_tile = _terms_of_tile(kernel, queries, start, not MASKED, BLOCK_KV)
     bias, kept = _read_bias(kernel, of_tile, slot, CONSUMER), of_tile.kept
     if DROPS:
-        s, kept = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s, kept))
+        s, kept = warpgroup_mma_wait(len(acc), deps=(s, kept))
     else:
-        s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
+        s = warpgroup_mma_wait(len(acc), deps=(s,))
     _report_read_keys(kernel, slot)
     # p = exp(s - max)
     of_keys = (0, 0, 0, False)
@@ -292,6 +316,8 @@ def _visit(
             packed = drop_packed(packed, kept)
     if MASKED:
         clear_visited((v_tile,), (v_full,), step, kernel.problem, queries, index, start)
+    if kernel.halves is not None:
+        hand_over(kernel.halves, packed, (alpha,), "edge, given" if MASKED else "full, given")
     return packed, m_i, l_i, acc
 
 
@@ -341,9 +367,45 @@ def _finish_rows(
         )
     factor, l_safe = store_statistics(kernel, queries, m_i, l_i, factor, softmax.sink_last)
     acc, p = wait_product(acc, p)
-    arrive(V_READ + previous, READERS)
+    arrive(V_READ + previous, _readers_of_values(kernel.block_q, kernel.halves is None))
+    if kernel.halves is not None:
+        hand_over_factor(kernel.halves, factor / l_safe)
     store_out(kernel, queries, scale_rows(acc, factor / l_safe), CONSUMER)
     return ahead
+
+
+@gluon.jit
+def _consume_values(kernel):
+    """Compute the other columns of each item, from the p that the first consumer hands over."""
+    _q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
+    _q_full, q_read, _k_full, v_full = kernel.barriers
+    COLUMNS: gl.constexpr = kernel.head_dim_v - first_columns(kernel.head_dim_v)
+    step = 0  # counted over all items
+    turn = 0
+    arrive(P_READ, 256)
+    item, place = own_item(turn, kernel.problem, kernel.shared, 1)
+    while item < kernel.problem.num_items:
+        queries = own_queries(kernel, item, place, 0, k_tile[0].shape[3])
+        _begin, before, full, after = queries.work.visits
+        acc = zeros(64, COLUMNS)
+        for _ in range(before + full + after):
+            acc = receive_factor(kernel.halves, acc, True)
+            acc = add_handed(kernel.halves, acc, v_tile, v_full, step)
+            slot = step % v_tile[0].shape[0]
+            arrive(V_READ + slot, _readers_of_values(kernel.block_q, False))
+            step += 1
+        acc = receive_factor(kernel.halves, acc, False)
+        arrive(P_READ, 256)
+        store_out(kernel, queries, acc, 0, 1)
+        tma.store_wait(0)
+        mbarrier.arrive(q_read.index(1), count=1)
+        turn += 1
+        item, place = own_item(turn, kernel.problem, kernel.shared, 1)
+
+
+@triton.constexpr_function
+def _readers_of_values(block_q, is_whole):
+    return 128 * (block_q // 64) + 32 if is_whole else 128 * (block_q // 64 + 1) + 32
 
 
 @gluon.jit
@@ -418,8 +480,13 @@ def _scores(kernel, queries, s, offset, bias, of_keys, start, MASKED: gl.constex
         left, right = kernel.left, kernel.right
         if kernel.problem.intervals is not None:
             left, right = 0, queries.right
-        s = hide(s, queries.position, start, queries.work.keys.size, left, right)
-        s = hide_keys(s, kernel.problem, queries.marks, queries.position, of_keys)
+        size = queries.work.keys.size
+        if kernel.q_ranges is None:
+            s = hide(s, queries.position, start, size, left, right)
+        limits = Limits(start, size, None, left, right)
+        s = hide_keys(
+            s, kernel.problem, kernel.q_ranges, queries.marks, queries.position, of_keys, limits
+        )
     return s, shift, unit
 
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_attn.kernels.explicit.barriers import K_READ, V_READ, wait_for_all
 from torch_attn.kernels.explicit.block_mask import kept_start
 from torch_attn.kernels.explicit.carry import head_rows, prefetch_carry
-from torch_attn.kernels.explicit.items import are_listed, next_item, own_item
+from torch_attn.kernels.explicit.items import next_item, own_item
 from torch_attn.kernels.explicit.terms import bias_box_bytes, load_bias_box
 from torch_attn.kernels.explicit.tma import load_pieces, load_tile, tile_bytes
 from torch_attn.kernels.sm90.work import locate_queries
@@ -51,7 +51,8 @@ def produce_keys(
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
-    HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
+    NUM_HALVES: gl.constexpr = q_read.shape[0] - NUM_TILES_Q  # consumers with other columns
+    HAS_LISTS: gl.constexpr = problem.tiles is not None
     step = 0  # counted over all items
     turn = 0
     next_item(
@@ -98,6 +99,8 @@ def produce_keys(
                 for consumer in gl.static_range(NUM_CONSUMERS):
                     slot = (turn * NUM_CONSUMERS + consumer) % NUM_TILES_Q
                     mbarrier.wait(q_read.index(slot), phase ^ 1)
+                    for half in gl.static_range(NUM_HALVES):
+                        mbarrier.wait(q_read.index(NUM_TILES_Q + half), phase ^ 1)
                     load_tile(
                         q, q_tile, slot, batch, head, rows.start + consumer * 64,
                         q_full.index(slot), HEAD_DIM,
@@ -105,7 +108,7 @@ def produce_keys(
             else:
                 slot = (step - 1) % NUM_STAGES
                 if step > NUM_STAGES:
-                    wait_for_all(V_READ + slot, READERS)
+                    wait_for_all(V_READ + slot, READERS + 128 * NUM_HALVES)
                 row = keys.first
                 row += kept_start(lists, batch, head, rows.start, i - 1, visible, BLOCK_KV)
                 load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)

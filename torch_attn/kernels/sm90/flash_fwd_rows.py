@@ -13,6 +13,7 @@ from torch_attn.kernels.explicit.tma import store_result
 from torch_attn.kernels.explicit.wgmma import product_layout, zeros
 from torch_attn.kernels.explicit.wgmma_terms import rounding_of_maximum
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, rest_of_lse, row_statistics
+from torch_attn.kernels.sm90.halves import first_columns
 
 
 class Results(NamedTuple):
@@ -54,7 +55,7 @@ def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
     if kernel.results.carry is not None:
         m_i, l_i, acc, has_carry = _load_part(kernel, queries, m_i, l_i)
     else:
-        acc = zeros(64, kernel.head_dim_v)
+        acc = zeros(64, first_columns(kernel.head_dim_v))
     return m_i, l_i, acc, has_carry
 
 
@@ -110,7 +111,8 @@ def store_statistics(kernel, queries, m_i, l_i, factor, SINK_LAST: gl.constexpr)
 
 
 @gluon.jit
-def store_out(kernel, queries, acc, CONSUMER: gl.constexpr):
+def store_out(kernel, queries, acc, CONSUMER: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Store a consumer's rows; acc: column pieces, from the FIRST one on."""
     work, heads = queries.work, kernel.problem.heads_q
     end = work.rows.end
     if kernel.results.place == "part":
@@ -126,5 +128,5 @@ def store_out(kernel, queries, acc, CONSUMER: gl.constexpr):
         store_result(
             kernel.results.out, kernel.tiles[3], CONSUMER, acc, work.batch, work.head,
             queries.first, end, heads, kernel.problem.num_sequences is not None,
-            kernel.head_dim_v,
+            kernel.head_dim_v, FIRST,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -19,13 +20,13 @@ from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Own,
     are_counted,
-    are_listed,
     head_and_tile,
     locate_pairs,
     next_item,
     persistent,
     tiles_of_list,
 )
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.sections import await_begun, section_of
 from torch_attn.kernels.explicit.steps import (
     group_step,
@@ -52,6 +53,7 @@ from torch_attn.kernels.explicit.wgmma import product_layout
 from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile, rows_of_sequence
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
+from torch_attn.kernels.tile_lists import listed_argument
 from torch_attn.launch import KernelCall, Prepared
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec, Window
 from twin_attention.targets.kernels import FlashConfig
@@ -106,6 +108,7 @@ class Kernel(NamedTuple):
     terms: Any
     left: Any
     right: Any
+    q_ranges: Any
     group_size: Any
     members: Any
     fused: Any
@@ -145,6 +148,7 @@ def locate_keys(
     FUSED: gl.constexpr,
     MEMBERS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr = 128,
 ):
     """Return batch, first query head, keys, queries and tiles of queries of an item.
 
@@ -152,15 +156,15 @@ def locate_keys(
     sequences they belong to another sequence, and do not.
     """
     seq_kv, seq_q, diagonal = problem.size, problem.size_other, problem.diagonal
-    num_tiles = gl.cdiv(seq_kv, 128)
+    num_tiles = gl.cdiv(seq_kv, BLOCK_KV)
     first_q, first_row = 0, 0
     if problem.intervals is not None:
         index, _tile, start_kv, begin, before, full, after = place
-    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
+    elif problem.num_sequences is None and problem.tiles is not None:
         index, tile, start_kv = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
-        start_kv = tile * 128
+        start_kv = tile * BLOCK_KV
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     else:
         index, tile, start_kv, seq_kv = place.head, place.tile, place.start, place.end
@@ -169,12 +173,12 @@ def locate_keys(
         first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
         rows_q = seq_q
     batch, head = head_of_item(index, problem, num_tiles, MEMBERS)
-    if are_listed(problem.segments, problem.tree):
-        begin, before, full, after = tiles_of_list(problem, place, batch, 128, BLOCK_Q)
+    if problem.tiles is not None:
+        begin, before, full, after = tiles_of_list(problem, place, batch, BLOCK_KV, BLOCK_Q)
     else:
         if problem.intervals is None:
             begin, before, full, after = visible_tiles(
-                start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
+                start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
             )
         total = before + full + after
         # Where nothing is visible, visit one masked tile, so that each consumer has one.
@@ -182,7 +186,7 @@ def locate_keys(
         before = gl.where(total == 0, 1, before)
         if FUSED:
             # Hide missing keys in every tile: dq multiplies their ds by 0, so it must be finite.
-            ragged = start_kv + 128 > seq_kv
+            ragged = start_kv + BLOCK_KV > seq_kv
             before = gl.where(ragged, gl.maximum(total, 1), before)
             full = gl.where(ragged, 0, full)
             after = gl.where(ragged, 0, after)
@@ -194,9 +198,7 @@ def locate_keys(
 def head_index(item, place, problem):
     """Return an item's head of all, as items count them."""
     index = place.head
-    if problem.intervals is None and not are_counted(
-        problem.num_sequences, problem.segments, problem.tree
-    ):
+    if problem.intervals is None and not are_counted(problem.num_sequences, problem.tiles):
         num_tiles = gl.cdiv(problem.size, 128)
         index, _tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
     return index
@@ -205,7 +207,7 @@ def head_index(item, place, problem):
 @gluon.jit
 def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
     heads = problem.heads_q // MEMBERS
-    is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.segments, problem.tree)
+    is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.tiles)
     if problem.elements_adjoin and not is_counted and problem.intervals is None:
         elements = problem.num_items // num_tiles // heads
         index = index % elements * heads + index // elements
@@ -217,8 +219,9 @@ def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
     problem = kernel.problem
     BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
     batch, head, rows, queries, visits = locate_keys(
-        item, place, problem, kernel.left, kernel.right, kernel.fused, kernel.members, BLOCK_Q
-    )
+        item, place, problem, kernel.left, kernel.right, kernel.fused, kernel.members, BLOCK_Q,
+        _keys_of_item(kernel.tiles.k, kernel.barriers.k_full),
+    )  # fmt: skip
     start, end, diagonal = rows
     first = start + CONSUMER * 64
     position = first + gl.arange(0, 64, gl.SliceLayout(1, product_layout(BLOCK_Q))) - diagonal
@@ -229,7 +232,7 @@ def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
         end_of_keys = gl.where(queries.size > 0, end_of_keys, -(2**30))
     if problem.intervals is not None:
         position, left = load_windows(problem.intervals, position + diagonal, end)
-    marks = _mark_rows(problem, place, batch, rows, position)
+    marks = _mark_rows(problem, kernel.q_ranges, place, batch, rows, position)
     pairs = locate_pairs(problem, place, batch, head, first, first - diagonal)
     return Keys(
         batch, head, rows, queries, visits, first, position, end_of_keys, left, marks, pairs
@@ -237,9 +240,10 @@ def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _mark_rows(problem, place, batch, rows, position):
+def _mark_rows(problem, q_ranges, place, batch, rows, position):
     first = 0
-    if problem.num_sequences is not None and problem.tree is not None:
+    has_positions: gl.constexpr = problem.tree is not None or q_ranges is not None
+    if problem.num_sequences is not None and has_positions:
         first, _size = rows_of_sequence(
             problem.offsets, place.sequence, problem.size, problem.num_sequences, problem.size
         )
@@ -248,8 +252,13 @@ def _mark_rows(problem, place, batch, rows, position):
     if problem.num_sequences is not None:
         row_q += place.first_other
     return mark_keys(
-        problem, row_q, row_kv, position + rows.diagonal, rows.end, rows.diagonal - first
+        problem, q_ranges, row_q, row_kv, position + rows.diagonal, rows.end, rows.diagonal - first
     )
+
+
+@triton.constexpr_function
+def _keys_of_item(k_tile, k_full):
+    return 64 * k_tile[0].shape[0] // k_full.shape[0]
 
 
 @gluon.jit
@@ -282,6 +291,7 @@ def produce_queries(
     k, v, q, dout, lse2, delta, bias, rest2 = loads
     BIAS_BYTES: gl.constexpr = bias_box_bytes(bias.boxes, q_tile[0].shape[3], 128)
     KV_STAGES: gl.constexpr = k_full.shape[0]
+    BLOCK_KV: gl.constexpr = _keys_of_item(k_tile, k_full)
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -293,11 +303,11 @@ def produce_queries(
     begun = -1  # the last section that was awaited
     heads = problem.heads_q // MEMBERS
     item, place = next_item(
-        turn, problem, shared, counter_ptr, 128, False, (), sections, heads, BLOCK_Q
+        turn, problem, shared, counter_ptr, BLOCK_KV, False, (), sections, heads, BLOCK_Q
     )
     while item < problem.num_items:
         batch, first_head, keys, queries, visible = locate_keys(
-            item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
+            item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q, BLOCK_KV
         )
         start_kv = keys.start
         head_kv = first_head // GROUP_SIZE
@@ -327,14 +337,14 @@ def produce_queries(
                 for half in gl.static_range(2):
                     mbarrier.wait(kv_read.index(2 * stage + half), (turn // KV_STAGES & 1) ^ 1)
                 ready = k_full.index(stage)
-                mbarrier.expect(ready, tile_bytes(128, HEAD_DIM))
-                for half in gl.static_range(2):
+                mbarrier.expect(ready, tile_bytes(BLOCK_KV, HEAD_DIM))
+                for half in gl.static_range(BLOCK_KV // 64):
                     tile, row_kv = 2 * stage + half, start_kv + 64 * half
                     load_pieces(k, k_tile, tile, batch, head_kv, row_kv, ready, HEAD_DIM)
                 if WITH_V:
                     ready = v_full.index(stage)
-                    mbarrier.expect(ready, tile_bytes(128, HEAD_DIM_V))
-                    for half in gl.static_range(2):
+                    mbarrier.expect(ready, tile_bytes(BLOCK_KV, HEAD_DIM_V))
+                    for half in gl.static_range(BLOCK_KV // 64):
                         tile, row_kv = 2 * stage + half, start_kv + 64 * half
                         load_pieces(v, v_tile, tile, batch, head_kv, row_kv, ready, HEAD_DIM_V)
             slot = step % DO_STAGES
@@ -355,7 +365,7 @@ def produce_queries(
             step += 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, 128, False, (), sections, heads, BLOCK_Q
+            turn, problem, shared, counter_ptr, BLOCK_KV, False, (), sections, heads, BLOCK_Q
         )
 
 
@@ -443,6 +453,8 @@ def exponents_of_keys(
     end, left, right = None, kernel.left, kernel.right
     if kernel.problem.intervals is not None:
         left, right = keys.left[:, None], 0
+    elif kernel.q_ranges is not None:
+        left, right = None, None
     elif kernel.fused:
         end = keys.end
     rows = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
@@ -451,7 +463,10 @@ def exponents_of_keys(
         kernel.terms, own, of_tile, True, FAR,
     )  # fmt: skip
     if MASKED:
-        s = hide_queries(s, kernel.problem, keys.marks, start, of_queries)
+        limits = Limits(start, keys.queries.size, keys.end, kernel.left, kernel.right)
+        s = hide_queries(
+            s, kernel.problem, kernel.q_ranges, keys.marks, keys.position, of_queries, limits
+        )
     lse2, rest2 = lse
     return exponents(s, scale, lse2, rest2, kernel.terms.rest2 is not None), dcap
 
@@ -491,9 +506,9 @@ def persistent_keys(
     """
     spec = call.spec
     steps, heads = items_of_keys(spec, call.config, members)
-    hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
+    hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.hides_by_data
     edges = hides or spec.window != Window() or ragged
-    arguments = arguments | {"EDGES": edges}
+    arguments = arguments | listed_argument(call, of_keys=False) | {"EDGES": edges}
     return persistent(call, steps, heads, arguments, is_counted, has_sections)
 
 

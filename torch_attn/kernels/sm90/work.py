@@ -11,7 +11,6 @@ from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
     Own,
-    are_listed,
     head_and_tile,
     locate_pairs,
     tiles_of_list,
@@ -69,7 +68,7 @@ def locate_queries(
     first_kv = 0
     if problem.intervals is not None:
         index, _tile, start_q, begin, before, full, after = place
-    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
+    elif problem.num_sequences is None and problem.tiles is not None:
         index, tile, start_q = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, BLOCK_Q)
@@ -80,7 +79,7 @@ def locate_queries(
         first_kv, seq_kv = place.first_other, place.size_other
         diagonal = seq_kv - seq_q
     batch, head = index // problem.heads_q, index % problem.heads_q
-    if are_listed(problem.segments, problem.tree):
+    if problem.tiles is not None:
         begin, before, full, after = tiles_of_list(problem, place, batch, BLOCK_Q, BLOCK_KV)
     elif problem.intervals is None:
         begin, before, full, after = visible_tiles(
@@ -110,7 +109,7 @@ def own_queries(kernel, item, place, CONSUMER: gl.constexpr, BLOCK_KV: gl.conste
         position, right = load_windows(kernel.problem.intervals, rows, end)
     row_q = work.batch.to(gl.int64) * kernel.problem.size
     row_kv = work.batch.to(gl.int64) * kernel.problem.size_other + work.keys.first
-    marks = mark_queries(kernel.problem, row_q, row_kv, rows, end)
+    marks = mark_queries(kernel.problem, kernel.q_ranges, row_q, row_kv, rows, end, work.keys.size)
     pairs = locate_pairs(kernel.problem, place, work.batch, work.head, first, first + diagonal)
     terms = head_terms(kernel.terms, pairs.element, work.head)
     return Queries(work, first, rows, position, right, marks, pairs, terms)

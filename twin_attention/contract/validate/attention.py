@@ -159,8 +159,8 @@ def _check_dropout(
         return
     if seed.dtype not in ("int32", "uint32"):
         fail(TypeError, "dropout_seed", "dtype int32 or uint32", seed.dtype)
-    if seed.shape != (2,):
-        fail(ValueError, "dropout_seed", "shape (2,)", seed.shape)
+    if seed.shape not in ((2,), (4,)):
+        fail(ValueError, "dropout_seed", "shape (2,) or (4,)", seed.shape)
     check_device(seed, q)
     check_rows(seed)
 

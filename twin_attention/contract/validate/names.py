@@ -7,6 +7,8 @@ from collections.abc import Callable
 from inspect import signature
 from typing import Any, NoReturn, TypeVar
 
+from twin_attention.contract.validate.errors import fail
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 # What other libraries' names stand for here, an option first; "" is what nothing here needs.
@@ -56,6 +58,9 @@ def refuse_names(
             has_it = re.split(r"\W", ours)[0] in parameters
             answer = f"takes {ours} in place of {theirs}" if has_it else f"takes no {theirs}"
             raise TypeError(f"{name}() {answer}; see docs/coming-from.md")
+        if theirs in ("bias", "relative_bias"):
+            expected = f"no such argument of {name} (docs/non-goals.md)"
+            fail(NotImplementedError, theirs, expected, "one")
         raise TypeError(f"{name}() got an unexpected keyword argument {theirs!r}")
     positional = [x.name for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     raise TypeError(
