@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.kernels import Spec
@@ -23,11 +25,9 @@ def is_asked_of(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec | DecodeSpec) and spec.batch_invariant
 
 
-def lacks(operation: str, spec: Spec) -> str | None:
+def lacks(operation: str, spec: Any) -> str | None:
     """Return why the kernels do not cover a problem with `batch_invariant`, or None."""
-    if operation == "flash_bwd" or not isinstance(spec, AttentionSpec | DecodeSpec):
-        return None
-    if not spec.batch_invariant:
+    if operation == "flash_bwd" or not is_asked_of(spec):
         return None
     if isinstance(spec, AttentionSpec):
         names = ("segmented", "tree", "ranges", "terms", "dropout_rate")
