@@ -63,6 +63,7 @@ def paged_decode(
     num_splits: int | None = None,
     value_dim: int | None = None,
     cascade: bool = False,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
@@ -91,7 +92,7 @@ def paged_decode(
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
         causal: only True: new tokens are causal among themselves.
-        scale, softcap, sinks, return_lse: as in `flash_attention`.
+        scale, softcap, sinks, batch_invariant, return_lse: as in `flash_attention`.
         window_size: (left, right): a token sees keys from p - left on. None is unlimited; right has
             no effect.
         k_scale, v_scale: [] or [Hkv] float32, factors of an 8-bit cache's numbers.
@@ -143,7 +144,10 @@ def paged_decode(
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends,
         alibi_slopes,
     )  # fmt: skip
-    options = causal, scale, window_size, softcap, num_splits, value_dim, cascade, return_lse
+    options = (
+        causal, scale, window_size, softcap, num_splits, value_dim, cascade, batch_invariant,
+        return_lse,
+    )  # fmt: skip
     return PAGED_DECODE(operands, options, implementation)
 
 

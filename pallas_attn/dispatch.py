@@ -17,7 +17,7 @@ from pallas_attn.targets import Device, cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.options import check_choice
-from twin_attention.targets import family
+from twin_attention.targets import family, invariant
 from twin_attention.targets.config import Change, repeat_configs, requested_configs
 from twin_attention.targets.describe import describe, function_of, log_once
 from twin_attention.targets.family import Backend
@@ -35,7 +35,7 @@ class Backends(NamedTuple):
     Attributes:
         cuda: on CUDA devices.
         elsewhere: on other platforms. For a requested family without an interpreter it is `cuda`,
-            and JAX then refuses to lower it there.
+            and JAX then refuses to lower it there; so with `batch_invariant`.
         changes: the changes of `use_configs` around the call.
     """
 
@@ -117,7 +117,7 @@ def choose_backends(
     else:
         cuda, _ = choose(implementation, operation, target, spec, only_own)
         compiles_only = cuda.runs_kernels and not cuda.family.has_interpreter
-        if implementation is not None and compiles_only:
+        if compiles_only and (implementation is not None or invariant.is_asked_of(spec)):
             elsewhere = cuda
         else:
             elsewhere, _ = choose(implementation, operation, None, spec)

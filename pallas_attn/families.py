@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pallas_attn import private
-from twin_attention.targets import family, foreign, paged, sm80, sm90, versions
+from twin_attention.targets import family, foreign, invariant, paged, sm80, sm90, versions
 from twin_attention.targets.family import Family, foreign_family
 from twin_attention.targets.kernels import Spec
 
@@ -16,7 +16,8 @@ def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | No
 
     The interpreter needs no names of the compiler.
     """
-    reason = family.import_error(f"pallas_attn.kernels.portable.{operation}")
+    reason = invariant.rounds_by_shape(operation, spec, target)
+    reason = reason or family.import_error(f"pallas_attn.kernels.portable.{operation}")
     if reason is None and target is not None:
         reason = private.missing("triton")
     return reason
@@ -54,7 +55,8 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
 
 def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:
     return (
-        paged.supports(spec)
+        invariant.rounds_by_shape(operation, spec, target)
+        or paged.supports(spec)
         or versions.older_jax()
         or private.missing("mosaic")
         or family.import_error("pallas_attn.kernels.paged.paged_decode")
@@ -67,7 +69,7 @@ FAMILIES = (
     Family("mosaic", PACKAGE, "sm90", supports=_mosaic_sm90_supports),
     Family("mosaic", PACKAGE, "paged", supports=_mosaic_paged_supports, slower=paged.slower),
     Family("triton", PACKAGE, "portable", has_interpreter=True, supports=_triton_supports),
-    Family("reference", PACKAGE),
+    Family("reference", PACKAGE, supports=invariant.rounds_by_shape),
 )
 FOREIGN = (
     foreign_family("gluon", "torch_attn", "sm80", _IN_JAX),

@@ -75,6 +75,7 @@ def flash_attention(
     precision: Precision = "ieee",
     return_lse: bool = False,
     return_row_max: bool = False,
+    batch_invariant: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
@@ -128,6 +129,9 @@ def flash_attention(
         return_lse: also return the log-sum-exp, which is differentiable.
         return_row_max: also return each row's largest visible score, without sinks and without a
             gradient.
+        batch_invariant: a row's bits do not depend on the rest of the batch, packing, chunks or
+            pages, so training and serving agree (docs/semantics.md). Implies ``deterministic=True``
+            and torch_attn's Triton kernels.
         implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "gluon"
             (torch_attn's Gluon kernels, inside this program), "torch_triton" (torch_attn's Triton
@@ -167,6 +171,6 @@ def flash_attention(
     deterministic = or_as_xla_says(deterministic)
     options = (
         causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
-        return_lse,
+        batch_invariant, return_lse,
     )  # fmt: skip
     return DENSE(operands, options, implementation)

@@ -26,6 +26,7 @@ class VarlenKeywords(TypedDict, total=False):
     dropout_seed: jax.Array | None
     deterministic: bool | None
     precision: Precision
+    batch_invariant: bool
     implementation: Implementation | None
 
 
@@ -47,6 +48,7 @@ class CacheKeywords(TypedDict, total=False):
     alibi_slopes: jax.Array | None
     num_splits: int | None
     value_dim: int | None
+    batch_invariant: bool
     implementation: Implementation | None
 
 

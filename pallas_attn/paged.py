@@ -51,6 +51,7 @@ def paged_attention(
     q_ranges: jax.Array | None = None,
     num_splits: int | None = None,
     value_dim: int | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
@@ -70,8 +71,8 @@ def paged_attention(
         k_pages, v_pages, block_tables, seq_lens: as in `paged_decode`.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
-        causal, scale, window_size, softcap, sinks, k_scale, v_scale, value_dim, return_lse: as in
-            `paged_decode`.
+        causal, scale, window_size, softcap, sinks, k_scale, v_scale, value_dim, batch_invariant,
+            return_lse: as in `paged_decode`.
         tree_ends: [Tq] int32, as in `paged_decode`, counted from the sequence's first new token.
         alibi_slopes: [Hq] or [B, Hq], as in `paged_decode`.
         q_ranges: [Tq, R, 2] int32, as in `flash_attention`, counted from the sequence's first key.
@@ -111,5 +112,7 @@ def paged_attention(
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
         tree_ends, alibi_slopes, q_ranges,
     )  # fmt: skip
-    options = causal, scale, window_size, softcap, num_splits, value_dim, return_lse
+    options = (
+        causal, scale, window_size, softcap, num_splits, value_dim, batch_invariant, return_lse,
+    )  # fmt: skip
     return PAGED_ATTENTION(operands, options, implementation)

@@ -77,6 +77,7 @@ def flash_attention_varlen(
     precision: Precision = "ieee",
     return_lse: bool = False,
     return_row_max: bool = False,
+    batch_invariant: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
@@ -97,7 +98,8 @@ def flash_attention_varlen(
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, offsets of the sequences' queries and keys: 0
             first, never decreasing, at most Tq and Tkv.
         causal, scale, window_size, softcap, sinks, dropout_rate: as in `flash_attention`.
-        deterministic, precision, return_lse, return_row_max: as in `flash_attention`.
+        deterministic, precision, return_lse, return_row_max, batch_invariant: as in
+            `flash_attention`.
         kv_ends: [Tkv] int32, as in `flash_attention`, counted from the sequence's first key.
         q_depths, kv_depths: [Tq] and [Tkv] int32, as in `flash_attention`.
         q_ranges: [Tq, R, 2] int32, as in `flash_attention`, counted from the sequence's first key.
@@ -134,7 +136,7 @@ def flash_attention_varlen(
     deterministic = or_as_xla_says(deterministic)
     options = (
         causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
-        return_lse,
+        batch_invariant, return_lse,
     )  # fmt: skip
     return PACKED(operands, options, implementation)
 

@@ -188,7 +188,7 @@ def flash_backward(
     operands = function.operands(q, k, v, **offsets, dropout_seed=_seed(rng_state, dropout_p))
     options = check_attention_options(
         is_causal, _scale(query, scale), window, None, or_as_torch_says(None), "ieee", dropout_p,
-        False, True,
+        False, False, True,
     )  # fmt: skip
     gradients = function.bwd(grad_out, None, *operands, out, logsumexp, None, "", *options, None)
     return tuple(map(_as_laid_out, (query, key, value), gradients))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twin_attention.targets import family, sm80, sm90
+from twin_attention.targets import family, invariant, sm80, sm90
 from twin_attention.targets.family import Family, foreign_family
 from twin_attention.targets.kernels import Spec
 
@@ -24,7 +24,8 @@ def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str 
 
 
 def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    reason = family.import_error(f"torch_attn.kernels.portable.{operation}")
+    reason = invariant.lacks(operation, spec)
+    reason = reason or family.import_error(f"torch_attn.kernels.portable.{operation}")
     if reason is None and target is None:
         reason = family.import_error("torch_attn.interpreter")
     return reason
@@ -34,7 +35,7 @@ FAMILIES = (
     Family("gluon", PACKAGE, "sm80", supports=_gluon_sm80_supports, slower=sm80.slower),
     Family("gluon", PACKAGE, "sm90", supports=_gluon_sm90_supports, slower=sm90.slower),
     Family("triton", PACKAGE, "portable", has_interpreter=True, supports=_triton_supports),
-    Family("reference", PACKAGE),
+    Family("reference", PACKAGE, supports=invariant.rounds_by_shape),
 )
 FOREIGN = tuple(
     foreign_family("mosaic", "pallas_attn", folder, _IN_TORCH)

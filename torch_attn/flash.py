@@ -75,6 +75,7 @@ def flash_attention(
     precision: Precision = "ieee",
     return_lse: bool = False,
     return_row_max: bool = False,
+    batch_invariant: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -128,6 +129,9 @@ def flash_attention(
         return_lse: also return the log-sum-exp, which is differentiable.
         return_row_max: also return each row's largest visible score, without sinks and without a
             gradient.
+        batch_invariant: a row's bits do not depend on the rest of the batch, packing, chunks or
+            pages, so training and serving agree (docs/semantics.md). Implies ``deterministic=True``
+            and torch_attn's Triton kernels.
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton" (Triton kernels; on a
             CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels, on torch's
             stream), "reference" (plain torch in float32, O(Sq · Skv) memory), or None: the fastest
@@ -166,6 +170,6 @@ def flash_attention(
     deterministic = or_as_torch_says(deterministic)
     options = (
         causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
-        return_lse,
+        batch_invariant, return_lse,
     )  # fmt: skip
     return DENSE(operands, options, implementation)

@@ -71,6 +71,7 @@ class FlashCase:
     deterministic: bool = False
     precision: Precision = "ieee"
     row_max: bool = False
+    batch_invariant: bool = False
     gradients: bool = True
     layout: str = "contiguous"
 
@@ -127,6 +128,7 @@ class VarlenCase:
     deterministic: bool = False
     precision: Precision = "ieee"
     row_max: bool = False
+    batch_invariant: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -147,6 +149,8 @@ def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
     asked: dict[str, Any] = {"return_row_max": True} if case.row_max else {}
     if case.dropout_rate:
         asked["dropout_rate"] = case.dropout_rate
+    if case.batch_invariant:
+        asked["batch_invariant"] = True
     return {name: getattr(case, name) for name in names} | asked
 
 
@@ -169,7 +173,7 @@ def _fields_of(case: FlashCase | VarlenCase) -> dict[str, Any]:
     """Return the fields of a problem apart from the sequences' layout."""
     names = (
         "heads_q", "heads_kv", "head_dim", "dtype", "softcap", "deterministic", "precision",
-        "row_max", "dropout_rate",
+        "row_max", "dropout_rate", "batch_invariant",
     )  # fmt: skip
     left = None if case.window_size is None else case.window_size[0]
     unlimited = left is None or left >= WINDOW_UNLIMITED
@@ -323,6 +327,7 @@ class DecodeCase:
     common_pages: int = 0
     latent: bool = False
     alibi: str = ""
+    batch_invariant: bool = False
 
     @property
     def value_dim(self) -> int | None:
@@ -331,7 +336,8 @@ class DecodeCase:
     @property
     def options(self) -> dict[str, Any]:
         names = ("scale", "window_size", "softcap", "num_splits", "value_dim", "cascade")
-        return {name: getattr(self, name) for name in names}
+        asked = {"batch_invariant": True} if self.batch_invariant else {}
+        return {name: getattr(self, name) for name in names} | asked
 
     @property
     def spec(self) -> DecodeSpec:
@@ -355,6 +361,7 @@ class DecodeCase:
             has_tree=bool(self.tree),
             cascade=self.cascade,
             alibi=bool(self.alibi),
+            batch_invariant=self.batch_invariant,
         )  # fmt: skip
 
 

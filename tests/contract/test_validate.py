@@ -197,7 +197,7 @@ MERGE = {
 }
 NO_DECODE_OPTIONS = {
     "causal": True, "scale": None, "window_size": None, "softcap": None, "num_splits": None,
-    "value_dim": None, "cascade": False, "return_lse": False,
+    "value_dim": None, "cascade": False, "batch_invariant": False, "return_lse": False,
 }  # fmt: skip
 CACHE = PagedCache(9, 8, 5, 2, 32, 48, "int8")
 

@@ -20,6 +20,7 @@ from pallas_attn import explain
 from pallas_attn.distributed import context_attention
 from pallas_attn.flash_ops import DENSE, PACKED
 from tests.oracle import assert_within_budget
+from tests.semantics.test_batch_invariant import CASES as INVARIANT
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpret_launch, interpreted
 from torch_attn.layouts import leaves
 from torch_attn.targets import described
@@ -124,7 +125,7 @@ def check(family, target, operands, dout, launches, **options):
     problem = (PACKED if packed else DENSE).problem
     defaults = {
         "causal": False, "scale": None, "window_size": None, "softcap": None, "precision": "ieee",
-        "return_row_max": False, "dropout_rate": 0.0,
+        "return_row_max": False, "dropout_rate": 0.0, "batch_invariant": False,
     }  # fmt: skip
     options = {**defaults, **options, "return_lse": True}
     constants = {
@@ -249,7 +250,7 @@ def test_a_forward_with_terms(launches):
         ours = jax.jit(lambda x: attention(**x._asdict()))(operands)
     assert launches == ["flash_fwd"]
     asked = {"causal": False, "scale": None, "window_size": None, "softcap": None, **options}
-    asked |= {"precision": "ieee", "deterministic": False}
+    asked |= {"precision": "ieee", "deterministic": False, "batch_invariant": False}
     spec = DENSE.problem(**operands._asdict(), **asked)[1]
     theirs = OWN["sm90"].function("flash_fwd")(
         jax.tree.map(to_torch, operands), spec, Backend(OWN["sm90"], "sm90")
@@ -332,6 +333,7 @@ OTHERS = {
     "decode-fp8": ["paged_decode"], "decode-cascade": ["paged_decode"],
     "paged-page-7": ["paged_attention"], "append-rotary-interleaved": ["append_kv"],
     "bias-keys": ["flash_bwd_dq"],
+    "packed": ["flash_fwd"], "chunks": ["paged_attention"], "spans": ["paged_decode", "combine"],
 }  # fmt: skip
 
 
@@ -340,7 +342,8 @@ def test_other_operations(name, launches, monkeypatch):
     """A pool is a result, which torch writes in place."""
     choose_upcast = ptx.choose_upcast
     monkeypatch.setattr(ptx, "choose_upcast", lambda dtype, _: choose_upcast(dtype, None))
-    (case,) = (case for cases in KINDS for case in cases("small", name))
+    named = (x for cases in KINDS for x in cases("small", name))
+    case = INVARIANT.get(name) or next(named)
     inputs = make_inputs(case, "cpu")
     expected = Ours("torch_attn", "triton").start()(case, inputs)
     found = Ours("pallas_attn", "torch_triton", "sm80").start()(case, inputs)

@@ -7,7 +7,7 @@ from torch_attn import BlockMask, block_sparse_attention
 from torch_attn.flash_ops import SPARSE
 from twin_attention.contract.operands import BlockSparseOperands
 
-OPTIONS = (None, None, 0, None, True, "ieee", False, 0.0)
+OPTIONS = (None, None, 0, None, True, "ieee", False, 0.0, False)
 
 
 @pytest.fixture

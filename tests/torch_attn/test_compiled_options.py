@@ -122,7 +122,7 @@ def test_torchs_own_determinism_is_a_guard():
     finally:
         torch.use_deterministic_algorithms(before)
     calls = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    assert [call.args[-5] for call in calls if "flash_fwd" in str(call.target)] == [False, True]
+    assert [call.args[-6] for call in calls if "flash_fwd" in str(call.target)] == [False, True]
 
 
 def test_gradients_with_a_window_that_is_not_known_while_tracing():

@@ -46,7 +46,7 @@ class Problem(NamedTuple):
         value_dim, scales = (None, (self.scale,) * 2)
         if self.v_pages is None:
             value_dim, scales = DIM_V, (self.scale, None)
-        options = (0.25, window_left, 9.0, num_splits, False, value_dim, implementation)
+        options = (0.25, window_left, 9.0, num_splits, False, value_dim, False, implementation)
         terms = self.tree_ends, self.slopes
         return self.q, *self.cache, self.sinks, *scales, *terms, *options
 

@@ -23,7 +23,7 @@ ROW_MAX = FlashCase("row maxima", **SIZES, causal=True, row_max=True)
 
 def options_of(case):
     left = None if case.window_size is None else case.window_size[0]
-    return None, left, 0, None, True, "ieee", case.row_max, case.dropout_rate
+    return None, left, 0, None, True, "ieee", case.row_max, case.dropout_rate, False
 
 
 def attend(case, operands, **options):

@@ -117,6 +117,8 @@ def test_compiled_ahead_of_the_first_backward(monkeypatch):
     operands = [torch.randn(2, 9, 2, 16, dtype=torch.bfloat16).requires_grad_() for _ in "qkv"]
     bias = torch.randn(1, 2, 9, 9)
     given = DENSE.operands(*operands, bias=bias)
-    call = DENSE.call_of(given, (None, None, None, None, None, "ieee", False, 0.0, "reference"))
+    call = DENSE.call_of(
+        given, (None, None, None, None, None, "ieee", False, 0.0, False, "reference")
+    )
     DENSE._launches_of_backward(call, given)
     assert specs[0].frozen == ("bias",)

@@ -25,7 +25,7 @@ from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 
 BATCH, SEQ, HEADS, DIM = 2, 21, 2, 16
-OPTIONS = (0.25, 5, 0, 3.0, True, "ieee", False, 0.0, "reference")
+OPTIONS = (0.25, 5, 0, 3.0, True, "ieee", False, 0.0, False, "reference")
 FORWARD_MODE = "flash_attention: forward mode is not supported"
 
 

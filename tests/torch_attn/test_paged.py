@@ -94,7 +94,7 @@ def test_opcheck():
     q, *others = operands()
     ends = torch.full((len(q),), 2, dtype=torch.int32)
     for tree_ends, left in ((None, 5), (ends, None)):
-        options = tree_ends, None, None, None, left, None, 2, False, None, "triton"
+        options = tree_ends, None, None, None, left, None, 2, False, None, False, "triton"
         torch.library.opcheck(op, (q, *others, torch.randn(4), None, None, *options))
 
 

@@ -184,7 +184,7 @@ def test_opcheck(implementation):
     q, k, v, cu, _ = operands()
     sinks = draw(HEADS).requires_grad_()
     qkv = [x.requires_grad_() for x in (q, k, v)]
-    options = (None, None, 0, None, True, "ieee", False, 0.0, implementation)
+    options = (None, None, 0, None, True, "ieee", False, 0.0, False, implementation)
     no_tree_nor_terms = (None,) * 7
     for sink in (None, sinks):
         arguments = (*qkv, cu, cu, sink, *no_tree_nor_terms, *options)

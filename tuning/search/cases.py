@@ -70,6 +70,7 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
         yield from (case("flash", "bfloat16", size, softcap=softcap) for softcap in SOFTCAPS)
         for kind, options in OPTIONS.items():
             yield case(kind, "bfloat16", size, **options)
+        yield case("invariant", "bfloat16", size, batch_invariant=size <= 128)
     for size, softcap in product(sizes, SOFTCAPS):
         yield case("flash", "float32", size, softcap=softcap)
 
@@ -96,6 +97,9 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
                 yield replace(case, name=f"{name}-short", lengths=(256,), max_pages=16)
                 crowd = (2048,) * 256 if cache else (4096,) * 64
                 yield replace(case, name=f"{name}-crowded", lengths=crowd)
+                if not cache and head_dim <= 128:
+                    case = replace(case, name=f"{name}-invariant", batch_invariant=True)
+                    yield from (case, replace(case, name=f"{case.name}-16-tokens", tokens=16))
 
 
 def _paged_cases() -> Iterator[PagedCase]:
@@ -109,6 +113,9 @@ def _paged_cases() -> Iterator[PagedCase]:
             for softcap in SOFTCAPS:
                 name = _name("chunks", dtype, head_dim, softcap)
                 yield replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
+            if not cache and head_dim <= 128:
+                name = _name("chunks-invariant", dtype, head_dim, None)
+                yield replace(base, name=name, head_dim=head_dim, batch_invariant=True)
         yield _latent(base, "chunks", dtype, cache)
 
 

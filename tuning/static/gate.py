@@ -81,6 +81,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     },
     "ranges": {"causal": True, "ranges": "both"},
     "ranges-packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384, "ranges": "spans"},
+    "invariant": {"causal": True, "batch_invariant": True},
     "tiles-of-128": {"causal": True},
     "tiles-of-64": {"causal": True},
 }  # fmt: skip
@@ -92,6 +93,8 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode-16-tokens": {"tokens": 16, "num_splits": 4},
     "decode-tree": {"tokens": 64, "num_splits": 4, "tree": "drafts"},
     "decode-cascade": {"tokens": 1, "cascade": True},
+    "decode-invariant": {"tokens": 1, "num_splits": 4, "batch_invariant": True},
+    "decode-invariant-16-tokens": {"tokens": 16, "batch_invariant": True},
     "decode-alibi": {"tokens": 1, "num_splits": 4, "alibi": "heads"},
     "decode-latent": {"tokens": 8, "num_splits": 4, **_LATENT},
     "decode-all-options": {
@@ -104,6 +107,7 @@ CHUNK_FEATURES: dict[str, dict[str, Any]] = {
     "chunks": {"num_splits": 2},
     "chunks-tree": {"num_splits": 2, "tree": "drafts"},
     "chunks-alibi": {"num_splits": 2, "alibi": "heads"},
+    "chunks-invariant": {"num_splits": 1, "batch_invariant": True, "max_pages": 256},
     "chunks-latent": {"num_splits": 2, **_LATENT},
     "chunks-ranges": {"num_splits": 2, "ranges": "both"},
     "chunks-narrow-values": {"num_splits": 1, "head_dim_v": 32},
@@ -139,6 +143,9 @@ _PORTABLE_FEATURES = {
     "row-max": (64, 128), "terms": HEAD_DIMS, "terms-packed": (64, 128),
     "bias": HEAD_DIMS, "dropout": HEAD_DIMS, "dropout-packed": (64, 128),
     "decode-alibi": (64, 128), "chunks-alibi": (64, 128),
+    **dict.fromkeys((
+        "invariant", "decode-invariant", "decode-invariant-16-tokens", "chunks-invariant",
+    ), (64, 128)),
     "tree": HEAD_DIMS, "tree-packed": (64, 128), "tree-depths": (),
     "tree-all-options": (64, 128), "ranges": HEAD_DIMS, "ranges-packed": (64, 128),
     "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
@@ -182,6 +189,8 @@ _SPILLS_MAX = 127
 # The kernel of shared pages keeps its main loop's addresses while it searches, up to 200 bytes
 # (JAX 0.11.2, SM80, head size 256).
 _SPILLS_MAX_OF_CASCADES = 255
+# With `batch_invariant` a thread keeps the sum of the spans before, of 256 bytes.
+_SPILLS_MAX_OF_SPANS = 319
 _WGMMA_ROWS = 64  # which a wgmma instruction multiplies
 
 
@@ -303,6 +312,8 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
             for dtype, feature in product(DTYPES[bits], features):
                 problem = Problem(framework, target, dtype, head_dim, feature)
                 size = problem.spec.head_dim
+                if framework == "jax" and problem.spec.batch_invariant:
+                    continue
                 wanted = "float32" if feature.startswith("tf32") else "bfloat16"
                 if feature in _PORTABLE_FEATURES and (
                     dtype != wanted or size not in _PORTABLE_FEATURES[feature]
@@ -406,6 +417,8 @@ def failures(
         stores, loads = resources.spill_stores, resources.spill_loads
         is_cascade = problem.feature == "decode-cascade"
         most = _SPILLS_MAX_OF_CASCADES if is_cascade else _SPILLS_MAX
+        if problem.spec.batch_invariant:
+            most = _SPILLS_MAX_OF_SPANS
         if resources.loop_spills > _SCALAR_SPILLS_MAX or max(stores, loads) > most:
             found.append(f"spills {stores} B of stores, {loads} B of loads")
     if resources.unwritten:

@@ -31,6 +31,7 @@ class DecodeOptions(NamedTuple):
     num_splits: int | None
     cascade: bool = False
     value_dim: int | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ class DecodeSpec(Traits):
         has_tree: the new tokens are a tree.
         ranges: how many each new token has.
         cascade: pages that several sequences begin with are read once.
+        batch_invariant: as in `AttentionSpec`.
     """
 
     batch: int
@@ -193,6 +195,7 @@ class DecodeSpec(Traits):
     ranges: int = 0
     cascade: bool = False
     alibi: bool = False
+    batch_invariant: bool = False
     placement: Placement = field(default_factory=Placement)
 
     @classmethod
@@ -216,8 +219,9 @@ class DecodeSpec(Traits):
             softcap=options.softcap,
             num_splits=options.num_splits,
             has_tree=operands.tree_ends is not None,
-            cascade=options.cascade,
+            cascade=options.cascade and not options.batch_invariant,
             alibi=operands.alibi_slopes is not None,
+            batch_invariant=options.batch_invariant,
         )
 
     @property

@@ -69,6 +69,7 @@ class FlashOptions(NamedTuple):
     precision: Precision = "ieee"
     row_max: bool = False
     dropout_rate: float = 0  # torch.compile takes an int as fixed, and follows a float
+    batch_invariant: bool = False
 
     @property
     def window(self) -> Window:
@@ -177,6 +178,7 @@ class AttentionSpec(Traits):
         ranges: how many each query has.
         terms: names, from `TERMS`, of the operands that are added to the scores.
         wide_bias: there is a float32 bias with rows and keys.
+        batch_invariant: a row's bits follow from what the query sees; see docs/semantics.md.
         frozen: names, from `FREEZABLE`, of the operands whose gradient a backward leaves out.
         function: the public function's name, for messages.
     """
@@ -204,6 +206,7 @@ class AttentionSpec(Traits):
     wide_bias: bool = False
     row_max: bool = False
     dropout_rate: float = 0  # torch.compile takes an int as fixed, and follows a float
+    batch_invariant: bool = False
     frozen: tuple[str, ...] = ()
 
     @classmethod
@@ -301,6 +304,7 @@ def _fields_of(
         "terms": tuple(name for name in TERMS if getattr(operands, name, None) is not None),
         "row_max": options.row_max,
         "dropout_rate": options.dropout_rate,
+        "batch_invariant": options.batch_invariant,
     }
 
 

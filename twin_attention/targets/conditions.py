@@ -108,6 +108,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "tree": lambda x: isinstance(x, AttentionSpec) and (x.tree or x.ranges > 0),
     "terms": _has_terms,
     "wide bias": lambda x: isinstance(x, AttentionSpec) and x.wide_bias,
+    "batch invariant": lambda x: isinstance(x, AttentionSpec | DecodeSpec) and x.batch_invariant,
     "block mask": attrgetter("has_lists"),
     "packed": attrgetter("is_packed"),
     "part": attrgetter("is_part"),

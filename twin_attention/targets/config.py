@@ -208,10 +208,13 @@ def smaller_configs(
 ) -> tuple[KernelConfig, ...]:
     """Return the rows that serve the problem after its own, to try if `config` does not fit.
 
-    A configuration that `use_configs` changed has none.
+    A configuration that `use_configs` changed has none. With `batch_invariant` a block has as many
+    keys in each.
     """
     rows = load_table(table_path(package, target, folder), folder)[kernel]
     own, *others = (_within_tiles(row.config, spec) for row in rows if row.serves(spec))
+    if isinstance(spec, AttentionSpec | DecodeSpec) and spec.batch_invariant:
+        others = [x for x in others if vars(x)["block_kv"] == vars(own)["block_kv"]]
     return tuple(others) if config == own else ()
 
 

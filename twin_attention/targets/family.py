@@ -218,10 +218,11 @@ def choose(
     else:
         families = _in_order_of_speed(package, operation, spec, target)
     for family in families:
-        if family.folder is None:
-            return Backend(family), tuple(passed_over)
         interpreted = target is None and implementation is not None and interpretable
-        if interpreted and not family.has_interpreter:
+        if family.folder is None:
+            reason = family.supports(operation, spec, target)
+            interpreted, target = False, None
+        elif interpreted and not family.has_interpreter:
             reason = "its kernels compile for CUDA devices only, and it has no interpreter"
         elif target is None and not interpreted:
             reason = "its kernels compile for CUDA devices only"

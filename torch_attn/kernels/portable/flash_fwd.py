@@ -38,6 +38,7 @@ from torch_attn.kernels.library.tiles import (
     store_tile,
     strides_of,
 )
+from torch_attn.kernels.portable import invariant
 from torch_attn.launch import (
     UNSPECIALIZED,
     KernelCall,
@@ -206,6 +207,9 @@ def flash_fwd(
         for is_result in (True, spec.terms, spec.row_max)
     )
     assert lse is not None
+    if spec.batch_invariant:
+        invariant.flash_fwd(operands, out, lse, row_max, spec, backend)
+        return tuple(x for x in (out, lse, row_max) if x is not None)
     launch_forward(operands, out, lse, spec, backend, row_max, rest=rest)
     return tuple(x for x in (out, lse, rest, row_max) if x is not None)
 

@@ -34,6 +34,7 @@ from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from torch_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties, with_stride
 from torch_attn.kernels.library.tiles import count_tiles, tile_start
+from torch_attn.kernels.portable import invariant
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, config_of, launch
 from torch_attn.targets import num_sms
@@ -219,6 +220,8 @@ def paged_attention(
 
     Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, contiguous.
     """
+    if spec.batch_invariant:
+        return invariant.paged_fwd(operands, spec, backend)
     kernel = decode_kernel(spec)
     config = config_of(kernel, spec, backend, operands.q.device)
     operands = with_packed_pools(operands, spec.cache)

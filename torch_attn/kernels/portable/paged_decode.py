@@ -38,6 +38,7 @@ from torch_attn.kernels.library.quantized import (
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from torch_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties, with_stride
+from torch_attn.kernels.portable import invariant
 from torch_attn.kernels.portable.cascade import (
     attend_to_shared_pages,
     cascade_argument,
@@ -235,6 +236,8 @@ def paged_decode(
 
     Return out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, contiguous.
     """
+    if spec.batch_invariant:
+        return invariant.paged_fwd(operands, spec, backend)
     config = config_of("paged_decode", spec, backend, operands.q.device)
     operands = with_packed_pools(operands, spec.cache)
     q = operands.q

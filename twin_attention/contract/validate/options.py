@@ -43,20 +43,23 @@ def check_attention_options(
     precision: Any,
     dropout_rate: Any,
     return_row_max: Any,
+    batch_invariant: Any,
     return_lse: Any,
 ) -> FlashOptions:
     options = check_flash_options(
         causal, scale, window_size, softcap, deterministic, precision, return_lse
     )
-    return options._replace(
+    options = options._replace(
         row_max=_check_flag("return_row_max", return_row_max),
         dropout_rate=_check_rate(dropout_rate),
+        batch_invariant=_check_flag("batch_invariant", batch_invariant),
     )
+    return options._replace(deterministic=True) if batch_invariant else options
 
 
 def check_decode_options(
     causal: Any, scale: Any, window_size: Any, softcap: Any, num_splits: Any, value_dim: Any,
-    cascade: Any, return_lse: Any,
+    cascade: Any, batch_invariant: Any, return_lse: Any,
 ) -> DecodeOptions:  # fmt: skip
     _check_flag("return_lse", return_lse)
     if not _check_flag("causal", causal):
@@ -75,16 +78,18 @@ def check_decode_options(
         None
         if value_dim is None
         else check_integer("value_dim", value_dim, 1, LATENT_DIM_MAX, or_else="None or "),
+        _check_flag("batch_invariant", batch_invariant),
     )
 
 
 def check_paged_options(
     causal: Any, scale: Any, window_size: Any, softcap: Any, num_splits: Any, value_dim: Any,
-    return_lse: Any,
+    batch_invariant: Any, return_lse: Any,
 ) -> DecodeOptions:  # fmt: skip
     return check_decode_options(
-        causal, scale, window_size, softcap, num_splits, value_dim, False, return_lse
-    )
+        causal, scale, window_size, softcap, num_splits, value_dim, False, batch_invariant,
+        return_lse,
+    )  # fmt: skip
 
 
 def check_append_options(rotary_interleaved: Any) -> bool:
