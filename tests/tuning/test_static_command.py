@@ -68,7 +68,7 @@ def test_what_is_not_compiled_has_a_reason(select, capsys):
     ("arguments", "message"),
     [
         (["--head-dim", "13"],
-         "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 240, 256, 512, got 13"),
+         "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 240, 256, 320, 512, got 13"),
         (["--target", "sm90", "--shared-memory", "99"],
          "--shared-memory: expected --target sm80 beside it, got sm90"),
         (["--every", "x"], "--every: expected a number of 1 or more, got 'x'"),
