@@ -71,8 +71,8 @@ def paged_attention(
         k_pages, v_pages, block_tables, seq_lens: as in `paged_decode`.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
-        causal, scale, window_size, softcap, sinks, k_scale, v_scale, value_dim, batch_invariant,
-            return_lse: as in `paged_decode`.
+        causal, scale, window_size, softcap, sinks, k_scale, v_scale: as in `paged_decode`.
+        value_dim, batch_invariant, return_lse: as in `paged_decode`.
         tree_ends: [Tq] int32, as in `paged_decode`, counted from the sequence's first new token.
         alibi_slopes: [Hq] or [B, Hq], as in `paged_decode`.
         q_ranges: [Tq, R, 2] int32, as in `flash_attention`, counted from the sequence's first key.

@@ -223,7 +223,9 @@ def test_all_configurations_have_the_same_blocks():
         found += [vars(x.config) for x in rows if "batch invariant" in dict(x.key)["when"]]
     assert {x["block_kv"] for x in found} == {64}
     assert SPAN % 64 == 0
-    for config in found:  # then Triton gives a warp 16 rows, all keys of a block and all of v's columns
+    for (
+        config
+    ) in found:  # then Triton gives a warp 16 rows, all keys of a block and all of v's columns
         rows = config.get("block_q") or config["max_rows"]
         assert config["num_warps"] == rows // 16
         assert rows in (16, 64, 128)

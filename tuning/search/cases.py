@@ -90,6 +90,7 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
                 yield replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
             if kernel == "paged_decode" and head_dim == HEAD_DIMS[-1]:
                 yield _latent(base, kind, dtype, cache)
+                yield replace(_latent(base, f"{kind}-16-heads", dtype, cache), heads_q=16)
             if kernel == "paged_decode":
                 name = _name(kind, dtype, head_dim, None)
                 case = replace(base, head_dim=head_dim, **cache)

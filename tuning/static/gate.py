@@ -97,6 +97,7 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode-invariant-16-tokens": {"tokens": 16, "batch_invariant": True},
     "decode-alibi": {"tokens": 1, "num_splits": 4, "alibi": "heads"},
     "decode-latent": {"tokens": 8, "num_splits": 4, **_LATENT},
+    "decode-latent-1-token": {"tokens": 1, "num_splits": 4, **_LATENT},
     "decode-all-options": {
         "tokens": 4, "page_size": 256, "max_pages": 4, "window_size": (600, None),
         "softcap": 30.0, "num_splits": 1,
