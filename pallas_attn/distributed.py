@@ -64,13 +64,7 @@ from twin_attention.contract.validate.context import (
 from twin_attention.contract.validate.errors import fail, type_name
 from twin_attention.contract.validate.options import check_flash_options
 
-__all__ = [
-    "ContextPlan",
-    "context_attention",
-    "context_plan",
-    "shard_sequence",
-    "unshard_sequence",
-]
+__all__ = ["ContextPlan", "context_attention", "context_plan", "shard_sequence", "unshard_sequence"]
 
 Exchange = Literal["ring", "gather", "heads"]
 

@@ -19,11 +19,7 @@ from twin_attention.interop.parity import __main__ as parity
 from twin_attention.interop.parity.records import CaseResult, Comparison
 from twin_attention.interop.parity.suites.kinds import KINDS
 from twin_attention.interop.parity.table import CaseTable
-from twin_attention.interop.rendering.tables import (
-    NARROW,
-    console_of,
-    to_terminal,
-)
+from twin_attention.interop.rendering.tables import NARROW, console_of, to_terminal
 
 COMMANDS = [
     (bench, ()), (bench, ("mine",)), (bench, ("all",)), (bench, ("report",)), (bench, ("compare",)),

@@ -3,12 +3,7 @@
 from torch_attn.aten import activate as activate
 from torch_attn.aten import restore as restore
 from torch_attn.block_sparse import block_sparse_attention, check_block_mask
-from torch_attn.decode import (
-    append_kv,
-    check_pages,
-    merge_states,
-    paged_decode,
-)
+from torch_attn.decode import append_kv, check_pages, merge_states, paged_decode
 from torch_attn.dilated import dilated_attention
 from torch_attn.explain import explain
 from torch_attn.flash import flash_attention

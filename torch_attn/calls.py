@@ -73,12 +73,7 @@ class Call:
     """
 
     def __init__(
-        self,
-        operation: str,
-        run: Run,
-        spec: Spec,
-        device: torch.device,
-        others: tuple[Any, ...],
+        self, operation: str, run: Run, spec: Spec, device: torch.device, others: tuple[Any, ...]
     ) -> None:
         # An empty problem runs no kernel.
         name = "reference" if spec.is_empty else others[-1]

@@ -18,12 +18,7 @@ from torch_attn.layouts import bind, layouts_of, leaves, placeholders_of
 from torch_attn.overlap import build_launcher_beside, wait_for
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    PartialSpec,
-    ScoreRule,
-    VarlenSpec,
-)
+from twin_attention.contract.spec import AttentionSpec, PartialSpec, ScoreRule, VarlenSpec
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import KernelConfig, Spec

@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 
-from twin_attention.targets.target import (
-    NUM_SMS,
-    SHARED_MEMORY_LIMIT,
-    Card,
-    resolve_target,
-)
+from twin_attention.targets.target import NUM_SMS, SHARED_MEMORY_LIMIT, Card, resolve_target
 
 _described: ContextVar[Card | None] = ContextVar("described", default=None)
 

@@ -18,7 +18,7 @@ DTYPES = {
 ATTENTIONS = {"torch": ("twin", "eager", "sdpa", "cudnn", "flex"), "jax": ("twin", "cudnn", "xla")}
 # Of a model whose attention no other has.
 FORM_ATTENTIONS = {
-    "gpt": ("twin", "eager"),  # the form with LayerNorm and GELU is that of older reports
+    "gpt": ("twin", "eager")  # the form with LayerNorm and GELU is that of older reports
 }
 PHASES = ("forward", "backward", "optimizer")
 

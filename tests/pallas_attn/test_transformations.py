@@ -76,8 +76,7 @@ def test_gradients_of_the_output_alone(implementation, problems):
     q, k, v, sinks, dout, _ = to_jax(problem)
     attention = partial(flash_attention, **CASE.options, implementation=implementation)
     loss, gradients = jax.value_and_grad(
-        lambda q, k, v, sinks: jnp.sum(attention(q, k, v, sinks=sinks) * dout),
-        argnums=(0, 1, 2, 3),
+        lambda q, k, v, sinks: jnp.sum(attention(q, k, v, sinks=sinks) * dout), argnums=(0, 1, 2, 3)
     )(q, k, v, sinks)
     out, lse = attention(q, k, v, sinks=sinks, return_lse=True)
     assert loss == jnp.sum(out * dout)

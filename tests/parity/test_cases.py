@@ -9,9 +9,7 @@ from twin_attention.contract.paged_spec import (
     TOKENS_MAX,
 )
 from twin_attention.contract.spec import DTYPES
-from twin_attention.interop.parity.cases import (
-    DecodeCase,
-)
+from twin_attention.interop.parity.cases import DecodeCase
 from twin_attention.interop.parity.suites.append import append_cases
 from twin_attention.interop.parity.suites.block_sparse import block_sparse_cases
 from twin_attention.interop.parity.suites.choose import QUICK, SUITES

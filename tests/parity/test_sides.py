@@ -9,12 +9,7 @@ from twin_attention.interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.interop.parity.check import worst
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.oracle import expectations, parts_of
-from twin_attention.interop.parity.sides import (
-    SIDES,
-    Ours,
-    PallasSide,
-    plan,
-)
+from twin_attention.interop.parity.sides import SIDES, Ours, PallasSide, plan
 from twin_attention.interop.parity.subjects.subject import twins
 from twin_attention.interop.parity.suites.context import context_cases
 from twin_attention.interop.parity.suites.decode import decode_cases

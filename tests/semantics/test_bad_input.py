@@ -461,8 +461,7 @@ WITH_ROWS = ("flash_attention", "paged_decode", "paged_attention", "append_kv", 
 
 
 @pytest.mark.parametrize(
-    ("name", "operand"),
-    [(name, x) for name in WITH_ROWS for x in FUNCTIONS[name] if x != "lses"],
+    ("name", "operand"), [(name, x) for name in WITH_ROWS for x in FUNCTIONS[name] if x != "lses"]
 )
 def test_a_last_dimension_that_is_not_contiguous(implementation, torch_device, name, operand):
     """In torch only: JAX arrays have no strides."""

@@ -31,8 +31,7 @@ def decode(side, implementation, inputs, **options):
 
 
 @pytest.mark.parametrize(
-    ("seed", "options"),
-    [(0, {}), (0, {"tokens": 3, "sinks": True}), (1, {"kv_dtype": "int8"})],
+    ("seed", "options"), [(0, {}), (0, {"tokens": 3, "sinks": True}), (1, {"kv_dtype": "int8"})]
 )
 def test_whatever_is_shared_gives_the_same(side, implementation, torch_device, seed, options):
     case = replace(CASE, name=f"cascade-{seed}", **options)

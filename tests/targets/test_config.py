@@ -20,12 +20,7 @@ from twin_attention.targets.config import (
     use_configs,
 )
 from twin_attention.targets.family import FAMILIES, Backend, portable_backend
-from twin_attention.targets.kernels import (
-    FAMILY_KERNELS,
-    KERNELS,
-    AppendConfig,
-    FlashConfig,
-)
+from twin_attention.targets.kernels import FAMILY_KERNELS, KERNELS, AppendConfig, FlashConfig
 from twin_attention.targets.target import TARGETS
 
 TABLE = """

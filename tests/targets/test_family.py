@@ -75,10 +75,7 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
     assert choice(None, "sm90") == choice("gluon", "sm90") == chosen
     for problem, reason in (
         ({"dtype": "float32"}, "its products take float16 and bfloat16, not float32"),
-        (
-            {"placement": UNALIGNED},
-            "TMA loads rows that begin at multiples of 16 bytes",
-        ),
+        ({"placement": UNALIGNED}, "TMA loads rows that begin at multiples of 16 bytes"),
     ):
         others = (other, f"gluon: {reason}")
         spec = replace(SPEC, **problem)

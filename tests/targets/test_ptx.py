@@ -46,10 +46,7 @@ _INTEGER = {
     "mov.b32": lambda a: a, "lop3.b32": _lop3, "prmt.b32": _permute,
     "cvt.rn.f16x2.e4m3x2": _convert,
 }  # fmt: skip
-_FLOAT = {
-    "mul.rn.f16x2": lambda a, b: a * b,
-    "sub.rn.f16x2": lambda a, b: a - b,
-}
+_FLOAT = {"mul.rn.f16x2": lambda a, b: a * b, "sub.rn.f16x2": lambda a, b: a - b}
 
 
 def _run(code, word):

@@ -15,14 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.kernels.test_cubin import DENSE as SPEC_OF_PLANS
 from tests.kernels.test_cubin import kernels_of, planned
-from torch_attn import (
-    append_kv,
-    flash_attention,
-    launch,
-    paged_attention,
-    paged_decode,
-    targets,
-)
+from torch_attn import append_kv, flash_attention, launch, paged_attention, paged_decode, targets
 from torch_attn.calls import CALLS
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE

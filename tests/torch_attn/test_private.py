@@ -61,10 +61,7 @@ for place, name in json.loads(sys.argv[1]):
 sys.exit(f"fails without {failed}" if failed else 0)
 """
 
-TRITON = [
-    ("triton", "knobs"),
-    ("triton.backends.nvidia.driver", "make_tensordesc_arg"),
-]
+TRITON = [("triton", "knobs"), ("triton.backends.nvidia.driver", "make_tensordesc_arg")]
 
 
 def test_without_a_private_name_calls_are_slower_and_right():

@@ -17,12 +17,7 @@ from unittest import mock
 
 import pytest
 
-from tests.torch_attn.explicit_kernels import (
-    check_backward,
-    check_forward,
-    gluon_backend,
-    summing,
-)
+from tests.torch_attn.explicit_kernels import check_backward, check_forward, gluon_backend, summing
 from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, Mode
 from torch_attn.kernels.sm90 import flash_bwd, flash_fwd
 from twin_attention.interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase

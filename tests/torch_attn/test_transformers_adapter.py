@@ -15,13 +15,7 @@ from transformers.masking_utils import sdpa_mask  # noqa: E402
 from tests.torch_attn.transformers_models import COLUMNS, PAGE, TABLE  # noqa: E402
 from tests.torch_attn.transformers_models import MODELS as MODELS_OF_THE_TABLE  # noqa: E402
 from torch_attn import flash_attention  # noqa: E402
-from torch_attn.adapters.transformers import (  # noqa: E402
-    Mask,
-    attention_forward,
-    make_mask,
-    masks,
-    register,
-)
+from torch_attn.adapters.transformers import Mask, attention_forward, make_mask, masks, register  # noqa: E402
 from twin_attention.contract.spec import Window  # noqa: E402
 
 SMALL = {

@@ -33,8 +33,7 @@ def shared_memory(framework, spec, target):
 
 
 @pytest.mark.parametrize(
-    ("framework", "target", "feature"),
-    [("jax", "sm80", "decode"), ("torch", "sm90", "causal")],
+    ("framework", "target", "feature"), [("jax", "sm80", "decode"), ("torch", "sm90", "causal")]
 )
 def test_shared_memory_is_that_of_the_finished_kernels(in_a_process, framework, target, feature):
     spec = Problem(framework, target, "bfloat16", 64, feature).spec

@@ -372,11 +372,7 @@ def flash_attn_with_kvcache(
 
 
 def _as_pages(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rows: Tensor | None,
-    begins: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor | None, begins: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a dense cache [B, S, H, D] viewed as pages, and the table of q's sequences.
 

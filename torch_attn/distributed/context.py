@@ -27,13 +27,7 @@ from torch_attn.distributed.sums import GradientSums
 from torch_attn.explain import PROBLEMS
 from torch_attn.flash import flash_attention
 from torch_attn.flash_ops import or_as_torch_says
-from torch_attn.operands import (
-    autocast_dtype,
-    cast_inputs,
-    in_float32,
-    operand,
-    rows_aligned,
-)
+from torch_attn.operands import autocast_dtype, cast_inputs, in_float32, operand, rows_aligned
 from torch_attn.operators import readable
 from twin_attention.contract.context import ContextPlan, Intervals
 from twin_attention.contract.operands import (

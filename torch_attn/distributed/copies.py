@@ -148,11 +148,7 @@ class Arena:
         return found
 
     def _program(
-        self,
-        slot: int,
-        tensors: Sequence[Tensor],
-        sent: Sequence[Rows],
-        received: Sequence[Rows],
+        self, slot: int, tensors: Sequence[Tensor], sent: Sequence[Rows], received: Sequence[Rows]
     ) -> _Program:
         places = {rank: self._regions(rank, slot, tensors) for rank in range(len(self._memory))}
 

@@ -30,12 +30,7 @@ from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
-from twin_attention.targets.steps import (
-    MOST_OF_MEAN,
-    has_wide_rows,
-    is_uneven,
-    splits_group,
-)
+from twin_attention.targets.steps import MOST_OF_MEAN, has_wide_rows, is_uneven, splits_group
 
 # Above this length of the longest tile of keys, in an SM's mean work, each query head gets its own
 # program. Used if tiles are uneven and rows wide.

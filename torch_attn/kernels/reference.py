@@ -170,12 +170,7 @@ def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tu
 
 
 def combine_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    outs: Tensor,
-    lses: Tensor,
-    spec: MergeSpec,
-    backend: Backend,
+    dout: Tensor, dlse: Tensor | None, outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `combine` in float32, one part at a time, which saves memory.
 

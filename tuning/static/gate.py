@@ -25,11 +25,7 @@ from twin_attention.contract.paged_spec import (
 from twin_attention.contract.spec import HEAD_DIM_MIN, AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from twin_attention.targets import sm80, sm90
-from twin_attention.targets.config import (
-    HEAD_DIMS,
-    config_of_smaller_cards,
-    padded_head_dim,
-)
+from twin_attention.targets.config import HEAD_DIMS, config_of_smaller_cards, padded_head_dim
 from twin_attention.targets.kernels import DecodeConfig, KernelConfig, find_kernel
 from twin_attention.targets.target import (
     SHARED_MEMORY_LIMIT,

@@ -77,8 +77,7 @@ def as_left_operand(p):
     left = Layout.MMA_LHS(dtype)
 
     @plgpu.inline_mgpu(
-        arg_types=(Layout.MMA_ACC(dtype),),
-        return_type=plgpu.ShapeDtypeStruct(p.shape, dtype, left),
+        arg_types=(Layout.MMA_ACC(dtype),), return_type=plgpu.ShapeDtypeStruct(p.shape, dtype, left)
     )
     def rename(_, x):
         row_tiles, column_tiles = x.registers.shape[:2]

@@ -22,11 +22,7 @@ from pallas_attn.kernels.explicit.cp_async import (
 )
 from pallas_attn.kernels.explicit.lowering import AliasingParams, compiler_params
 from pallas_attn.kernels.explicit.registers import SCALAR, THREADS
-from pallas_attn.kernels.explicit.rows import (
-    dot_loaded_rows,
-    load_row_values,
-    store_row_values,
-)
+from pallas_attn.kernels.explicit.rows import dot_loaded_rows, load_row_values, store_row_values
 from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.gradients import Sources
 from pallas_attn.kernels.library.sequences import count_sequence_tiles

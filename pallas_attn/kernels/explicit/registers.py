@@ -28,8 +28,7 @@ def divide(x, y):
     """Return x / y of float32 numbers, rounded to nearest; `approx_math` divides faster."""
 
     @plgpu.inline_mgpu(
-        arg_types=(SCALAR,) * 2,
-        return_type=plgpu.ShapeDtypeStruct((), np.dtype("float32"), SCALAR),
+        arg_types=(SCALAR,) * 2, return_type=plgpu.ShapeDtypeStruct((), np.dtype("float32"), SCALAR)
     )
     def quotient(_, x, y):
         operands = [x.registers.item(), y.registers.item()]

@@ -22,11 +22,7 @@ TILE_OVERHEAD = 1.5
 # Only the last calls: 4 bytes a tile are megabytes for the longest problems.
 @lru_cache(maxsize=16)
 def make_schedule(
-    spec: AttentionSpec,
-    block_q: int,
-    block_kv: int,
-    most: int,
-    members: int = 1,
+    spec: AttentionSpec, block_q: int, block_kv: int, most: int, members: int = 1
 ) -> np.ndarray:
     """Return which tiles of queries each program works on, in order.
 

@@ -2,11 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from pallas_attn.kernels.library.block_mask import (
-    Lists,
-    lists_of_keys,
-    lists_of_queries,
-)
+from pallas_attn.kernels.library.block_mask import Lists, lists_of_keys, lists_of_queries
 from pallas_attn.kernels.library.intervals import (
     RowIntervals,
     intervals_of_keys,

@@ -69,9 +69,7 @@ def store_unit(numbers, array, index):
     instead of taking its low byte.
     """
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), [SCALAR] * UNIT, (SCALAR,) * len(index)),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [SCALAR] * UNIT, (SCALAR,) * len(index)))
     def store(_, array, numbers, index):
         i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
         numbers = [x.registers.item() for x in numbers]
@@ -94,9 +92,7 @@ def copy_keys(pool, tile, transforms, head, places):
             exist, whose row becomes 0.
     """
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(transforms), SCALAR, SCALAR),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(transforms), SCALAR, SCALAR))
     def copy(_, pool, tile, head, places):
         i8, i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (8, 32, 64))
         places = places.registers.item()

@@ -9,11 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.arguments import decode_arguments
-from pallas_attn.kernels.library.pages import (
-    locate_keys,
-    share_of_tiles,
-    splits_with_keys,
-)
+from pallas_attn.kernels.library.pages import locate_keys, share_of_tiles, splits_with_keys
 from pallas_attn.kernels.library.prefixes import find_leaders, find_members
 from pallas_attn.kernels.library.quantized import (
     add_pv,

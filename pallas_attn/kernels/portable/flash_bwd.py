@@ -8,12 +8,7 @@ from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.library.block_mask import num_lists_of_group
 from pallas_attn.kernels.library.dropout import kept_pairs
 from pallas_attn.kernels.library.mask import pair_arguments
-from pallas_attn.kernels.library.pairs.rows import (
-    load_own,
-    load_prepared,
-    own_keys,
-    own_queries,
-)
+from pallas_attn.kernels.library.pairs.rows import load_own, load_prepared, own_keys, own_queries
 from pallas_attn.kernels.library.pairs.scores import pair_scores
 from pallas_attn.kernels.library.pairs.visits import (
     load_keys,
@@ -23,22 +18,12 @@ from pallas_attn.kernels.library.pairs.visits import (
     tiles_of_queries,
 )
 from pallas_attn.kernels.library.schedule import order_programs
-from pallas_attn.kernels.library.scores import (
-    add_product,
-    as_multiplied,
-    dot,
-    round_operand,
-)
+from pallas_attn.kernels.library.scores import add_product, as_multiplied, dot, round_operand
 from pallas_attn.kernels.library.segments import STAYS, load_segments
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, locate_tile
 from pallas_attn.kernels.library.softmax import LOG2E, lse_to_subtract, probabilities
 from pallas_attn.kernels.library.terms import NO_TERMS, shares_values, store_pairs
-from pallas_attn.kernels.library.tiles import (
-    ROW_PADDING,
-    load_rows,
-    load_tile,
-    store_tile,
-)
+from pallas_attn.kernels.library.tiles import ROW_PADDING, load_rows, load_tile, store_tile
 from pallas_attn.kernels.portable.flash_bwd_bias import bias_gradient
 from pallas_attn.kernels.portable.flash_bwd_terms import relative_gradient
 from pallas_attn.launch import (

@@ -121,11 +121,7 @@ def flash_bwd_bias_kernel(
 
 
 def bias_gradient(
-    inputs: Any,
-    terms: Terms,
-    mask: Mask,
-    spec: AttentionSpec,
-    backend: Backend,
+    inputs: Any, terms: Terms, mask: Mask, spec: AttentionSpec, backend: Backend
 ) -> dict[str, Array]:
     """Compute the gradient of a bias that pairs share, by name; empty without one, or if frozen."""
     bias = terms.bias

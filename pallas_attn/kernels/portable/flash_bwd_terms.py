@@ -165,11 +165,7 @@ def flash_bwd_relative_kernel(
 
 
 def relative_gradient(
-    inputs: Any,
-    terms: Terms,
-    mask: Mask,
-    spec: AttentionSpec,
-    backend: Backend,
+    inputs: Any, terms: Terms, mask: Mask, spec: AttentionSpec, backend: Backend
 ) -> dict[str, Array]:
     """Compute the gradient of `relative_bias`, by name; empty without it, or if frozen."""
     if terms.relative is None or "relative_bias" in spec.frozen:

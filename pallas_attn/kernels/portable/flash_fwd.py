@@ -14,11 +14,7 @@ from pallas_attn.kernels.library.pairs.scores import pair_scores
 from pallas_attn.kernels.library.pairs.visits import load_keys, load_values, tiles_of_keys
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import dot, round_operand
-from pallas_attn.kernels.library.sequences import (
-    count_sequence_tiles,
-    with_batch,
-    without_batch,
-)
+from pallas_attn.kernels.library.sequences import count_sequence_tiles, with_batch, without_batch
 from pallas_attn.kernels.library.softmax import (
     LN2,
     LOG2E,
@@ -28,12 +24,7 @@ from pallas_attn.kernels.library.softmax import (
     row_statistics,
 )
 from pallas_attn.kernels.library.terms import adds_terms, terms_of
-from pallas_attn.kernels.library.tiles import (
-    load_rows,
-    load_tile,
-    store_rows,
-    store_tile,
-)
+from pallas_attn.kernels.library.tiles import load_rows, load_tile, store_rows, store_tile
 from pallas_attn.launch import launch, of_head, of_mask, of_terms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -150,10 +141,7 @@ def flash_fwd(
 
 
 def launch_forward(
-    operands: AttentionOperands[Array],
-    carry: Result | None,
-    spec: AttentionSpec,
-    backend: Backend,
+    operands: AttentionOperands[Array], carry: Result | None, spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, ...]:
     """Call `flash_fwd_kernel`; its results have a batch axis.
 

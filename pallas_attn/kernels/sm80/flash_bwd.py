@@ -46,9 +46,7 @@ from pallas_attn.kernels.explicit.registers import as_columns, as_rows
 from pallas_attn.kernels.explicit.rows import load_vector
 from pallas_attn.kernels.gradients import Inputs, make_flash_bwd
 from pallas_attn.kernels.library.schedule import last_heads
-from pallas_attn.kernels.library.sequences import (
-    count_sequence_tiles,
-)
+from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from twin_attention.contract.spec import Window
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 

@@ -115,9 +115,7 @@ def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory,
     memory = memory._replace(k_tiles=k_tiles, **tiles)
     kernel = Kernel(sources, outputs, memory, problem, queue, scored_tiles)
     run_warpgroups(
-        CONSUMERS,
-        functools.partial(consume, kernel),
-        functools.partial(produce, kernel),
+        CONSUMERS, functools.partial(consume, kernel), functools.partial(produce, kernel)
     )
 
 

@@ -18,13 +18,7 @@ from pallas_attn.kernels.explicit.registers import as_columns, iota
 from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.steps import count_steps, step_ranges, tile_start
 from pallas_attn.kernels.explicit.tma import Tiles, load_tile, store_tile
-from pallas_attn.kernels.explicit.wgmma import (
-    WGMMA,
-    WGMMA_ROWS,
-    accumulator,
-    add_values,
-    wait_for,
-)
+from pallas_attn.kernels.explicit.wgmma import WGMMA, WGMMA_ROWS, accumulator, add_values, wait_for
 from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import visible_scores
 from pallas_attn.kernels.gradients import Inputs

@@ -16,12 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_attn.kernels.explicit.barriers import exchange_barrier, pass_turn, take_turn
 from pallas_attn.kernels.explicit.block_mask import find_list, kept_row, kept_tiles
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
-from pallas_attn.kernels.explicit.items import (
-    Items,
-    Queue,
-    allocate_hand_over,
-    item_counter,
-)
+from pallas_attn.kernels.explicit.items import Items, Queue, allocate_hand_over, item_counter
 from pallas_attn.kernels.explicit.programs import run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values, store_rows_of_tile

@@ -9,11 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.masking_utils import (
-    causal_mask_function,
-    find_packed_sequence_indices,
-    sdpa_mask,
-)
+from transformers.masking_utils import causal_mask_function, find_packed_sequence_indices, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from twin_attention.contract.spec import Window

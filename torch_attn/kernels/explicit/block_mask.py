@@ -12,14 +12,7 @@ from torch_attn.kernels.library.block_mask import find_list
 
 @gluon.jit
 def kept_tiles(
-    lists,
-    batch,
-    head,
-    start_q,
-    visible,
-    window_left,
-    window_right,
-    BLOCK: gl.constexpr,
+    lists, batch, head, start_q, visible, window_left, window_right, BLOCK: gl.constexpr
 ):
     """Narrow the result of `visible_tiles` to listed tiles; BLOCK divides the mask's."""
     begin, before, full, after = visible

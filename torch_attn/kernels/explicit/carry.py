@@ -85,7 +85,4 @@ def _place(pointer, exists, heads, INDEX: gl.constexpr, SIZE: gl.constexpr):
     row = gl.arange(0, 64, of_row) * (heads * SIZE)
     column = piece_start(SIZE, INDEX) + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     exists = gl.convert_layout(exists, of_row, assert_trivial=True)
-    return (
-        pointer + row[:, None] + column[None, :],
-        exists[:, None] & (column < SIZE)[None, :],
-    )
+    return (pointer + row[:, None] + column[None, :], exists[:, None] & (column < SIZE)[None, :])

@@ -302,11 +302,7 @@ def _with_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.const
 
 @gluon.jit
 def _take_part(
-    counter_ptr,
-    problem,
-    BLOCK: gl.constexpr,
-    BLOCK_OTHER: gl.constexpr,
-    LAST_FIRST: gl.constexpr,
+    counter_ptr, problem, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr, LAST_FIRST: gl.constexpr
 ):
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     # As in `_take_item`.

@@ -59,9 +59,7 @@ def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, 
     for i in gl.static_range(num_pieces(SIZE)):
         tile = tile + (
             gl.allocate_shared_memory(
-                DTYPE,
-                [COUNT, 1, 1, ROWS, piece_width(SIZE, i)],
-                box_layout(piece_width(SIZE, i)),
+                DTYPE, [COUNT, 1, 1, ROWS, piece_width(SIZE, i)], box_layout(piece_width(SIZE, i))
             ),
         )
     return tile

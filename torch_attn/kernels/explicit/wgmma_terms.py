@@ -7,13 +7,7 @@ in place of each score.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.explicit.terms import (
-    add_terms,
-    axis_layout,
-    draw_words,
-    table_sides,
-    widen,
-)
+from torch_attn.kernels.explicit.terms import add_terms, axis_layout, draw_words, table_sides, widen
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.terms import STEEP
 

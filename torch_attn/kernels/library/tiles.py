@@ -46,14 +46,7 @@ class FlashStrides(NamedTuple):
 
 @triton.jit
 def visible_tiles(
-    start,
-    size,
-    size_other,
-    diagonal,
-    left,
-    right,
-    BLOCK: tl.constexpr,
-    BLOCK_OTHER: tl.constexpr,
+    start, size, size_other, diagonal, left, right, BLOCK: tl.constexpr, BLOCK_OTHER: tl.constexpr
 ):
     """Return which tiles of the other axis the rows start .. start + BLOCK see.
 
@@ -168,15 +161,7 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
-    base,
-    x,
-    start,
-    num_rows,
-    stride,
-    BLOCK_ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+def store_tile(base, x, start, num_rows, stride, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr):
     """Store a tile's rows and columns that exist."""
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, padded_head_dim(SIZE))[None, :]

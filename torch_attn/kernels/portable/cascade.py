@@ -13,11 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
-from torch_attn.kernels.library.pages import (
-    locate_keys,
-    share_of_tiles,
-    splits_with_keys,
-)
+from torch_attn.kernels.library.pages import locate_keys, share_of_tiles, splits_with_keys
 from torch_attn.kernels.library.prefixes import find_leaders, find_members
 from torch_attn.kernels.library.quantized import (
     add_pv,
@@ -35,12 +31,7 @@ from torch_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.targets.family import Backend
-from twin_attention.targets.splits import (
-    CascadeTiles,
-    block_rows,
-    cascade_tile,
-    cascade_tiles,
-)
+from twin_attention.targets.splits import CascadeTiles, block_rows, cascade_tile, cascade_tiles
 
 
 class Cascade(NamedTuple):

@@ -112,12 +112,7 @@ def combine_bwd_kernel(
 
 
 def combine_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    outs: Tensor,
-    lses: Tensor,
-    spec: MergeSpec,
-    backend: Backend,
+    dout: Tensor, dlse: Tensor | None, outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
     """Launch `combine_bwd_kernel`."""
     douts, dlses = outs.new_empty(outs.shape), lses.new_empty(lses.shape)

@@ -12,12 +12,7 @@ from torch_attn.kernels.library.dropout import kept_pairs
 from torch_attn.kernels.library.mask import mask_argument, mask_of_keys
 from torch_attn.kernels.library.pairs.rows import load_own, own_queries
 from torch_attn.kernels.library.pairs.scores import pair_scores
-from torch_attn.kernels.library.pairs.visits import (
-    first_key,
-    load_keys,
-    load_values,
-    tiles_of_keys,
-)
+from torch_attn.kernels.library.pairs.visits import first_key, load_keys, load_values, tiles_of_keys
 from torch_attn.kernels.library.runs import count_runs, next_run
 from torch_attn.kernels.library.schedule import order_argument
 from torch_attn.kernels.library.scores import round_operand
@@ -39,13 +34,7 @@ from torch_attn.kernels.library.tiles import (
     strides_of,
 )
 from torch_attn.kernels.portable import invariant
-from torch_attn.launch import (
-    UNSPECIALIZED,
-    KernelCall,
-    Prepared,
-    flash_arguments,
-    launch,
-)
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 from twin_attention.targets.family import Backend
@@ -190,9 +179,7 @@ def _store_rows(
 
 
 def flash_fwd(
-    operands: AttentionOperands[Tensor],
-    spec: AttentionSpec,
-    backend: Backend,
+    operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, ...]:
     """Launch `flash_fwd_kernel`.
 

@@ -44,12 +44,7 @@ from torch_attn.kernels.explicit.mma_pairs import (
 from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import group_step, step_start
-from torch_attn.kernels.gradients import (
-    BackwardKernels,
-    Fused,
-    make_flash_bwd,
-    prepare_postprocess,
-)
+from torch_attn.kernels.gradients import BackwardKernels, Fused, make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.schedule import order_argument
 from torch_attn.kernels.library.sequences import count_sequence_tiles, num_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base

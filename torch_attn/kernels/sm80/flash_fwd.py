@@ -9,12 +9,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.explicit.cp_async import (
-    allocate_tile,
-    commit,
-    copy_arguments,
-    wait,
-)
+from torch_attn.kernels.explicit.cp_async import allocate_tile, commit, copy_arguments, wait
 from torch_attn.kernels.explicit.mma import (
     add_product,
     load_left,

@@ -9,16 +9,8 @@ eight. Shah et al. 2024, FlashAttention-3, appendix B.
 import torch
 from torch import Tensor
 
-from torch_attn.kernels.explicit.items import (
-    has_unknown_lengths,
-    heads_at_a_time,
-    item_counter,
-)
-from torch_attn.kernels.explicit.sections import (
-    PIECE,
-    heads_with_sums,
-    unfinished_sections,
-)
+from torch_attn.kernels.explicit.items import has_unknown_lengths, heads_at_a_time, item_counter
+from torch_attn.kernels.explicit.sections import PIECE, heads_with_sums, unfinished_sections
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
 from torch_attn.kernels.gradients import (
     BackwardKernels,

@@ -6,11 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from torch_attn.kernels.explicit.barriers import (
-    MAX_DO_STAGES,
-    MAX_Q_STAGES,
-    allocate_barriers,
-)
+from torch_attn.kernels.explicit.barriers import MAX_DO_STAGES, MAX_Q_STAGES, allocate_barriers
 from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted
 from torch_attn.kernels.explicit.sections import divide_heads, unfinished_sections
 from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes

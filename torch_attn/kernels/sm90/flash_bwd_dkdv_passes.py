@@ -13,19 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers, meet_in_warp
 from torch_attn.kernels.explicit.reports import await_reports, report, report_read
-from torch_attn.kernels.explicit.sections import (
-    PIECE,
-    await_place,
-    heads_of_section,
-    place_of_head,
-)
-from torch_attn.kernels.explicit.tma import (
-    allocate_tile,
-    load_box,
-    map_of,
-    reinterpret,
-    store_box,
-)
+from torch_attn.kernels.explicit.sections import PIECE, await_place, heads_of_section, place_of_head
+from torch_attn.kernels.explicit.tma import allocate_tile, load_box, map_of, reinterpret, store_box
 from torch_attn.kernels.sm90.flash_bwd_dkdv_rows import locate_piece, prepare_rows
 from torch_attn.kernels.sm90.queries import head_of_item
 from torch_attn.kernels.sm90.sums import BOX, box_of_sums_layout, sum_columns

@@ -6,18 +6,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import MAX_STAGES, allocate_barriers
-from torch_attn.kernels.explicit.items import (
-    Problem,
-    allocate_hand_over,
-    are_counted,
-    persistent,
-)
-from torch_attn.kernels.explicit.tma import (
-    allocate_tile,
-    column_pieces,
-    maps_of,
-    stored_maps_of,
-)
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, persistent
+from torch_attn.kernels.explicit.tma import allocate_tile, column_pieces, maps_of, stored_maps_of
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume

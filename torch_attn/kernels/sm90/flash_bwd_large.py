@@ -18,12 +18,7 @@ from torch_attn.kernels.explicit.barriers import (
     arrive,
     wait_for_all,
 )
-from torch_attn.kernels.explicit.items import (
-    Problem,
-    allocate_hand_over,
-    are_counted,
-    own_item,
-)
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, own_item
 from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.explicit.tma import (
     allocate_row,

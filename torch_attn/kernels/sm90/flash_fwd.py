@@ -183,10 +183,7 @@ def flash_fwd(
 
 
 def launch_forward(
-    operands: AttentionOperands[Tensor],
-    results: Results,
-    spec: AttentionSpec,
-    backend: Backend,
+    operands: AttentionOperands[Tensor], results: Results, spec: AttentionSpec, backend: Backend
 ) -> None:
     q = operands.q
     counter = item_counter(q, spec, _is_counted(spec, backend, q.device))

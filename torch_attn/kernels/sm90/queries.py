@@ -28,11 +28,7 @@ from torch_attn.kernels.explicit.items import (
 )
 from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.sections import await_begun, section_of
-from torch_attn.kernels.explicit.steps import (
-    group_step,
-    group_step_has_padding,
-    rows_have_padding,
-)
+from torch_attn.kernels.explicit.steps import group_step, group_step_has_padding, rows_have_padding
 from torch_attn.kernels.explicit.terms import (
     TileTerms,
     bias_box_bytes,

@@ -4,11 +4,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.library.intervals import in_interval
 from pallas_attn.kernels.library.query_ranges import in_ranges
-from pallas_attn.kernels.library.scores import (
-    attention_mask,
-    attention_scores,
-    softcap_derivative,
-)
+from pallas_attn.kernels.library.scores import attention_mask, attention_scores, softcap_derivative
 from pallas_attn.kernels.library.terms import added_scores
 from pallas_attn.kernels.library.tree import in_branch
 

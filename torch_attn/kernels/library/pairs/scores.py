@@ -5,11 +5,7 @@ import triton.language as tl
 
 from torch_attn.kernels.library.intervals import in_interval
 from torch_attn.kernels.library.query_ranges import in_ranges
-from torch_attn.kernels.library.scores import (
-    attention_mask,
-    attention_scores,
-    softcap_derivative,
-)
+from torch_attn.kernels.library.scores import attention_mask, attention_scores, softcap_derivative
 from torch_attn.kernels.library.terms import added_scores, store_bias_tile
 from torch_attn.kernels.library.tree import in_branch
 
