@@ -102,10 +102,7 @@ def make_flash_bwd(
         spec: AttentionSpec,
         backend: Backend,
     ) -> AttentionOperands[Array]:
-        """Return the gradient of each operand that is not frozen, in its dtype.
-
-        dlse is None for zero, and rest, the forward's `rest_of_lse`, without terms.
-        """
+        """Return the gradient of each operand that is not frozen, in its dtype."""
         q, k, v, dout, dlse, out, lse, rest = with_batch(
             spec, operands.q, operands.k, operands.v, dout, dlse, out, lse, rest
         )
@@ -151,10 +148,7 @@ def sinks_gradient(
     num_rows: int = 0,
     rest2: Array | None = None,
 ) -> Array:
-    """Compute the gradient of the sinks [Hq] from lse2 and delta of all `num_rows` rows.
-
-    With packed sequences, lse2 and delta also have rows that belong to no query.
-    """
+    """Compute the gradient of the sinks [Hq]; packed lse2 and delta have rows of no query."""
     exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, num_rows)[1]
     of_heads = sinks[:, None]
     if rest2 is None:

@@ -131,7 +131,6 @@ def append_kv(
 
 
 def _slots(operands, spec):
-    """Return the page, past the pool for a token without one, and the slot of each new token."""
     page_size = spec.cache.page_size
     position, sequence, is_token = positions_of_new(operands, spec)
     column, slot = position // page_size, position % page_size
@@ -152,10 +151,6 @@ def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tupl
 
 
 def combine_bwd(dout: Array, dlse: Array, outs: Array, lses: Array) -> tuple[Array, Array]:
-    """Compute the gradients of `combine`: the backward of every family.
-
-    With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
-    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``.
-    """
+    """Compute `combine`'s gradients, as the twin's `portable.combine_bwd`: for every family."""
     douts, dlses = merge_backward(dout, dlse, outs, lses, jnp.float32)
     return douts.astype(outs.dtype), dlses

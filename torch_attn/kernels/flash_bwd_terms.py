@@ -57,10 +57,7 @@ def score_gradients(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Compute ds [BLOCK_Q, BLOCK_KV] of one tile, in float32: the gradient of scaled scores.
-
-    Operands: as in `flash_bwd_dq_kernel`; row: of `padded_row`. start_kv may be negative.
-    """
+    """Compute ds [BLOCK_Q, BLOCK_KV] of one tile in float32; start_kv may be negative."""
     q = load_own(q_ptr, strides.q, mask, rows, rule, HEAD_DIM)
     # s = scale · q kᵀ
     k_base = head_base(k_ptr, strides.k, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
@@ -177,10 +174,7 @@ def relative_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Compute the gradient of `relative_bias`, by name, or nothing.
-
-    `inputs` are q, k, v, dout, lse2 and delta.
-    """
+    """Compute the gradient of `relative_bias`, by name, or nothing."""
     table = getattr(operands, "relative_bias", None)
     if table is None:
         return {}

@@ -70,10 +70,7 @@ class Passes(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The float32 sums of gradients that a kernel adds to, or None.
-
-    They start at 0, but with `passes` the kernel clears those of dq.
-    """
+    """The float32 sums of gradients, or None; they start at 0, or `passes` clear those of dq."""
 
     dq: Any = None
     dk: Any = None
@@ -122,10 +119,7 @@ class BackwardKernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Computation:
-    """Hold what the kernels of a backward read and write, as in `flash_bwd`.
-
-    `grads` are dq, dk and dv; `stored` the terms with the gradients that a kernel stores.
-    """
+    """Hold what the kernels of a backward read and write; `stored`: terms with gradients."""
 
     operands: AttentionOperands[Tensor]
     dout: Tensor
@@ -140,7 +134,6 @@ class Computation:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Return q, k, v, dout, lse2 and delta."""
         q, k, v = self.operands[:3]
         return q, k, v, self.dout, self.statistics.lse2, self.statistics.delta
 
@@ -190,7 +183,6 @@ def launch_dq(x: Computation) -> None:
 
 
 def launch_dkdv(x: Computation) -> None:
-    """Launch the kernels of dk and dv on prepared rows."""
     sums = () if x.kernels.fused is None else (Sums(),)
     for kernel in x.kernels.dkdv:
         x.launch("flash_bwd_dkdv", kernel, (*x.inputs, *x.grads[1:]), x.terms, sums)
@@ -237,8 +229,6 @@ def _with_added(terms: Terms, q: Tensor, spec: AttentionSpec) -> Terms:
 
 
 def make_flash_bwd(kernels: BackwardKernels) -> Callable[..., AttentionOperands[Tensor]]:
-    """Return the `flash_bwd` of a kernel family."""
-
     def flash_bwd(
         dout: Tensor,
         dlse: Tensor | None,
@@ -310,7 +300,6 @@ def _as_queries(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
 def sinks_gradient(
     sinks: Tensor | None, lse2: Tensor, delta: Tensor, rest2: Tensor | None = None
 ) -> Tensor | None:
-    """Compute the gradient of the sinks [Hq]."""
     if sinks is None:
         return None
     of_heads = sinks[:, None]

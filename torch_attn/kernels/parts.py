@@ -9,10 +9,7 @@ from twin_attention.contract.spec import PartialSpec
 def result_memory(
     q: Tensor, carry: Tensor | None, lse: Tensor | None, spec: PartialSpec
 ) -> tuple[Tensor, Tensor]:
-    """Return where a part's out and lse are written: a carry's memory, or new memory.
-
-    The last out has its own: it is in q's dtype.
-    """
+    """Return a part's out and lse: a carry's memory, or new; the last out in q's dtype."""
     if carry is None or spec.last:
         dtype = q.dtype if spec.last else torch.float32
         carry = q.new_empty((*q.shape[:-1], spec.head_dim_v), dtype=dtype)

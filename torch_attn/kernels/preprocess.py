@@ -116,7 +116,6 @@ def preprocess(
     offsets: Tensor | None,
     segment_ids: Tensor | None,
 ) -> None:
-    """Launch `flash_bwd_preprocess_kernel` with the queries' offsets and ids, or None."""
     launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,

@@ -52,7 +52,6 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Tensor]:
-    """Compute the operands' gradients in float32."""
     backward = backward_of(spec)
     with without_autocast(out.device):
         gradients = backward(dout, dlse, operands, spec, torch.float32)
@@ -104,7 +103,6 @@ def partial_bwd(
 def partial_dq(
     like: Tensor, carry: GradientCarry[Tensor], spec: PartialSpec, backend: Backend
 ) -> Tensor:
-    """Return the carry's dq in the dtype of `like`."""
     return carry.dq.to(like.dtype)
 
 
@@ -129,7 +127,6 @@ def paged_attention(
 def append_kv(
     operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
 ) -> Tensor | None:
-    """Write new tokens into their pages; return the rotated queries, or None."""
     k_new, q = rotate_new(operands, spec, torch.float32)
     if not spec.is_empty:
         slots = _slots(operands, spec)
@@ -140,7 +137,6 @@ def append_kv(
 
 
 def _slots(operands: AppendOperands[Tensor], spec: AppendSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each new token's page and slot, and whether it has one."""
     cache = spec.cache
     position, sequence, within = positions_of_new(operands, spec)
     within = within & (position >= 0) & (position < cache.capacity)
@@ -164,7 +160,6 @@ def _write(
 
 
 def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tuple[Tensor, Tensor]:
-    """Merge partial results over disjoint keys."""
     out, lse = merge(outs, lses, torch.float32)
     return out.to(outs.dtype).contiguous(), lse.contiguous()
 

@@ -71,7 +71,6 @@ def sum_rows(xs: Sequence[Tensor], places: Sequence[Tensor], dtype: torch.dtype)
 def _compile(
     out: Tensor, xs: tuple[Tensor, ...], places: tuple[Tensor, ...], strides: tuple[int, ...]
 ) -> Launcher:
-    """Return a function for tensors of the same shapes and alignment."""
     batch, num_rows, *row = out.shape
     width = row[0] * row[1]
     numbers = strides, num_rows, width, min(triton.next_power_of_2(width), _BLOCK_MAX)

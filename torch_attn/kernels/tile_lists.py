@@ -240,10 +240,7 @@ def _own_bounds(rows_ptr, row, rows, exists, fill):
 
 @triton.jit
 def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
-    """Return the least, the greatest and the least nonnegative number of each tile's rows.
-
-    Rows from `size` on count as `fill`.
-    """
+    """Return each tile's least, greatest and least nonnegative number; past `size`, `fill`."""
     WIDTH: tl.constexpr = BLOCK if BLOCK < LANES else LANES
     least, greatest, low = 0, 0, 0
     for i in tl.static_range(BLOCK // WIDTH):
@@ -315,7 +312,6 @@ def allocate_lists(
 
 
 def _size(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> int:
-    """Return the numbers of all lists."""
     tiles, most = _num_tiles(spec, of_keys, block_q, block_kv)
     return 1 + tiles * (2 * most + HEADER.value)
 

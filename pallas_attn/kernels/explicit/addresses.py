@@ -20,7 +20,6 @@ def pointer_to(array, *indices):
 
 
 def linear_index(indices, strides):
-    """Return Σ index · stride; the strides are Python ints."""
     total = None
     for index, stride in zip(indices, strides, strict=True):
         product = arith.muli(index, mgpu.c(stride, index.type))

@@ -37,10 +37,7 @@ def number_barriers(consumers: int) -> Numbers:
 
 
 def synchronize(text: str, operands: Sequence[Any] = ()) -> None:
-    """Issue PTX with 32-bit operands that no memory access may cross.
-
-    Without the clobber LLVM sinks a load below the instruction, when the data may be overwritten.
-    """
+    """Issue PTX with 32-bit operands; the clobber keeps LLVM from sinking loads below it."""
     constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
     void = ir.Type.parse("!llvm.void")
     llvm.inline_asm(void, list(operands), text, constraints, has_side_effects=True)
@@ -59,11 +56,7 @@ def warpgroup_barrier(_):
 
 
 def program_barrier(warpgroups: int) -> None:
-    """Wait for the other threads of this program.
-
-    Its barrier is another than the warpgroups': two thread counts on one are an illegal
-    instruction.
-    """
+    """Wait for the program's other threads: two thread counts on one barrier are illegal."""
     if warpgroups == 1:
         warpgroup_barrier()
         return

@@ -62,10 +62,7 @@ def kept_tiles(kept, visible, window, block):
 
 
 def kept_row(kept, row, size_other):
-    """Return the other axis' row for row `row` of the listed tiles, and the axis' end.
-
-    For the one step of an empty list the end is 0, which hides all.
-    """
+    """Return the row of the listed tiles on the other axis, and its end: 0 for an empty list."""
     tile, index = kept.rows, row // kept.rows
     start = jnp.clip(kept.tile(index), 0, cdiv(size_other, tile) - 1) * tile
     return start + row % tile, jnp.where(index < kept.count, size_other, 0)

@@ -78,11 +78,7 @@ def wait(pending, warpgroups=1):
 
 # Can go when `copy_gmem_to_smem` takes OOBFillMode.ZEROS.
 def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
-    """Start to copy rows start .. of one head to shared memory by cp.async, without a commit.
-
-    tile is at least as wide as a row; its other columns become 0, and so do rows from num_rows on,
-    a Python int or an int32 scalar, or None.
-    """
+    """Start to copy rows start .. < num_rows of a head; the tile's other places become 0."""
     scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(
@@ -105,7 +101,6 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
 
 @plgpu.inline_mgpu()
 def commit(_):
-    """Close a group of copies, as `wait_gmem_to_smem` counts them."""
     nvvm.cp_async_commit_group()
 
 

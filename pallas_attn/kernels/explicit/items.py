@@ -23,10 +23,7 @@ PACKED_HEADS = 8
 
 
 class Items(NamedTuple):
-    """The tiles of one axis of packed sequences, of all heads; "other" is the other axis.
-
-    last_first: the last tile of a sequence is its longest.
-    """
+    """The tiles of one axis of packed sequences; last_first: a sequence's last is its longest."""
 
     cu_seqlens_ref: Any
     cu_seqlens_other_ref: Any
@@ -38,10 +35,7 @@ class Items(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The tile of a work item, and its rows as in `library.sequences.TileRows`.
-
-    head, tile: which one, of all sequences' tiles; head is -1 when no item is left.
-    """
+    """The head (-1 when no item is left) and the tile of a work item, and its `TileRows`."""
 
     head: Any
     tile: Any
@@ -69,10 +63,7 @@ class Queue(NamedTuple):
         return self._for_each(self._hand_over, body)
 
     def give_ahead(self, body):
-        """Call body(item, steps before, turn, take_next), with a hand-over of two slots.
-
-        body calls take_next() once, when the next tile is to be taken.
-        """
+        """Call body as `give` does, with take_next, to call once to take the next tile."""
 
         def take_next(turn):
             if self.schedule is None:
@@ -109,16 +100,11 @@ class HandOver(NamedTuple):
 
 
 def item_counter() -> jax.ShapeDtypeStruct:
-    """Return the type of a launch's counter: an output that is 0 at first."""
     return jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
 def allocate_hand_over(readers: int, slots: int = 1) -> HandOver:
-    """Return the types of the shared memory that hands over places.
-
-    readers: warpgroups and warps that read a place, after `HandOver.free`. With two slots the
-    producer may take an item ahead.
-    """
+    """Return the shared memory that hands over places; with two slots one item ahead."""
     return HandOver(
         plgpu.SMEM((slots, len(Place._fields)), jnp.int32),
         plgpu.Barrier(num_barriers=slots),
@@ -127,7 +113,6 @@ def allocate_hand_over(readers: int, slots: int = 1) -> HandOver:
 
 
 def next_item(counter_ref, items: Items) -> Place:
-    """Take the next tile that has rows; runs in the producer warp."""
     return lax.while_loop(
         lambda place: (place.head >= 0) & (place.start == place.end),
         lambda _: take_place(counter_ref, items),
@@ -207,10 +192,7 @@ def take_item(_, counter):
 
 
 def head_and_tile(item: Any, heads: int, num_tiles: int) -> tuple[Any, Any]:
-    """Return the head of an item of packed sequences, and which of the head's tiles it is.
-
-    Of at most PACKED_HEADS heads at a time, the first tile of each head comes first.
-    """
+    """Return an item's head, and its tile; of PACKED_HEADS heads the first tiles come first."""
     together = -(-heads // -(-heads // PACKED_HEADS))
     first = item // (together * num_tiles) * together
     rest = item - first * num_tiles

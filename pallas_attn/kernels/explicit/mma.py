@@ -14,10 +14,7 @@ CHUNK = 16  # rows of v that a product takes at a time: more would take the sums
 
 
 def zeros(rows, columns, dtype, m_warps=4):
-    """Return an accumulator of products of `dtype` operands that is 0.
-
-    m_warps: how many of a warpgroup's warps have rows of their own; the others share these rows.
-    """
+    """Return an accumulator that is 0; m_warps of a warpgroup's warps have rows of their own."""
     zero = jnp.zeros((rows, columns), jnp.float32)
     return plgpu.layout_cast(zero, plgpu.Layout.MMA_ACC(dtype, m_warps=m_warps))
 
@@ -31,10 +28,7 @@ def load_right(tile, m_warps=4):
 
 
 def product_scores(a, b, size, m_warps=4):
-    """Return a · bᵀ from shared memory, `block_columns(size)` columns at a time.
-
-    `a` may be in registers, as a left operand of all of the columns.
-    """
+    """Return a · bᵀ, `block_columns(size)` columns at a time; `a` may be in registers."""
     s = zeros(a.shape[0], b.shape[0], b.dtype, m_warps)
     if isinstance(a, Array):
         return plgpu.mma(s, a, load_right(b.T))
@@ -46,7 +40,6 @@ def product_scores(a, b, size, m_warps=4):
 
 
 def add_product(acc, p, b):
-    """Return acc + p · b, with p in registers as an accumulator, and b in shared memory."""
     p = p.astype(b.dtype)
     for start in range(0, b.shape[0], CHUNK):
         left = as_left_operand(p[:, start : start + CHUNK])

@@ -95,7 +95,6 @@ def fitting_config(
 
 
 def _size(tile: Any) -> int:
-    """Return the bytes of a tile, or of the largest tile in its memory."""
     if isinstance(tile, plgpu.RefUnion):
         return max(map(_size, tile.refs))
     return math.prod(tile.shape) * jnp.dtype(tile.dtype).itemsize

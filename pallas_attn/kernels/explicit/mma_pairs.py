@@ -19,10 +19,7 @@ from twin_attention.contract.spec import Window
 
 
 class Rows(NamedTuple):
-    """A program's tile, of which each warpgroup has a part; see `library.pairs.rows.Rows`.
-
-    part, size: the first row of the warpgroup's part, and its rows.
-    """
+    """A program's tile as `library.pairs.rows.Rows`; a warpgroup has `size` rows from `part` on."""
 
     batch: Any
     head: Any
@@ -98,7 +95,6 @@ class Steps(NamedTuple):
         return self.first_other + start
 
     def walk(self, visit, carry):
-        """Return the last ``carry = visit(step, carry, masked)``, called for each step."""
         end_masked, steps = self.visible.before + self.visible.after, self.count
         for masked, lower, upper in ((True, 0, end_masked), (False, end_masked, steps)):
             if not (isinstance(upper, int) and lower == upper):
@@ -135,9 +131,8 @@ def _steps(rows, window, left, right, block, hide_missing=False):
 def pair_scores(a, b, size, rows, start, end, rule, window, masked, m_warps=4, of_keys=False):
     """Compute the scores of a warpgroup's part of a tile, and the derivative of the cap.
 
-    a and b, the own and the visited tile of q and k, have `size` columns. start: the first visited
-    row.
-    end: the first key that does not exist, counted as the visited rows; None hides none.
+    a and b are the own and the visited tile of q and k. Keys from `end` on, counted as the visited
+    rows, are hidden.
     """
     s, layout = product_scores(a, b, size, m_warps), plgpu.Layout.MMA_ACC(b.dtype, m_warps=m_warps)
     position = key = None

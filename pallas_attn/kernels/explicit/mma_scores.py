@@ -13,10 +13,7 @@ from twin_attention.targets.tanh import LIMIT, P, Q
 
 
 def visible_scores(s, position, key, end, rule, window, masked, layout):
-    """Compute (s, dcap) as `library.pairs.scores.pair_scores`, from products in `layout`.
-
-    position and key have the shape of `s`. end: the first key that does not exist; None hides none.
-    """
+    """Compute `library.pairs.scores.pair_scores` of products; keys from `end` on are hidden."""
     if rule.scale_first:
         s = s * rule.scale
     dcap = 1.0

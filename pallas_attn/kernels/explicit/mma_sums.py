@@ -54,10 +54,7 @@ def read_sums(sums, batch, head, start, shape):
 
 
 def _places(sums, shape, batch, head, first, first_column):
-    """Return where a thread's first number is, and the distances from there to its register pairs.
-
-    The second number of a pair is 32 after the first.
-    """
+    """Return where a thread's first number is, and the distances to its register pairs."""
     columns = ir.MemRefType(sums.type).shape[3]
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))

@@ -7,10 +7,7 @@ from pallas_attn.kernels.explicit.tma import load_tile
 
 
 def find_pages(table_ref, sequence, start, end, num_pages, page_size, block):
-    """Return the pages of keys start .. start + block of a sequence.
-
-    From `end` on they are `num_pages`, which stands for no page; other ids are within the pool.
-    """
+    """Return the pages of keys from `start` on; from `end` on they are `num_pages`, no page."""
     last_page = lax.div(jnp.maximum(end - 1, 0), page_size)
     pages = []
     for first in range(0, block, min(page_size, block)):
@@ -22,10 +19,7 @@ def find_pages(table_ref, sequence, start, end, num_pages, page_size, block):
 
 
 def load_pages(pool, tile, pages, start, head, page_size, barrier):
-    """Start to load the keys from `start` on by TMA; keys without a page become 0.
-
-    The barrier completes when all pieces of all pages have arrived.
-    """
+    """Start to load the keys from `start` on by TMA; keys without a page become 0."""
     rows = tile.copied[0].shape[0] // len(pages)
     for i, page in enumerate(pages):
         load_tile(pool, tile.rows(i * rows, rows), page, head, lax.rem(start, page_size), barrier)

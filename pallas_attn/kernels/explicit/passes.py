@@ -37,10 +37,7 @@ OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Sums(NamedTuple):
-    """Say how a family adds up gradients.
-
-    read: reads rows of sums in the order in which the family's kernels added them.
-    """
+    """Say how a family adds up gradients; read: reads rows of sums in the order of additions."""
 
     params: type[AliasingParams]
     columns: Callable[[int], int]
@@ -78,7 +75,6 @@ def locate_rows(cu_seqlens_ref, num_rows, heads):
 
 
 def count_tiles(cu_seqlens, num_rows):
-    """Return how many programs the rows of one head have."""
     num_sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tiles = count_sequence_tiles(num_rows, num_sequences, ROW_PADDING)
     return tiles * (ROW_PADDING // ROWS)
@@ -124,8 +120,6 @@ def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq
 
 
 def clear_sums(sums, batch, head, start):
-    """Set ROWS contiguous rows of float32 sums of one head to 0."""
-
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 3))
     def clear(_, sums, batch, head, start):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
@@ -200,7 +194,6 @@ def postprocess(
 
 
 def _launch(name, kernel, programs, operands, outputs, tile, params):
-    """Call a kernel with one warpgroup a program, and a tile in shared memory or None."""
     inputs, places = jax.tree.flatten(operands)
 
     def body(*refs):

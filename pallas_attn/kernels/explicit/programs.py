@@ -12,10 +12,7 @@ REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 
 
 def run_warpgroups(warpgroups, consume, *parts, alike=False):
-    """Run consume(w) in each consumer warpgroup, and each of `parts` in a warp of the last one.
-
-    alike: all consumers share one code, and w is a traced value; otherwise it is a Python int.
-    """
+    """Run consume(w) in each consumer, and `parts` in warps of the last one; alike: w is traced."""
     warpgroup = lax.axis_index("warpgroup")
     for_consumer, for_producer = REGISTERS[warpgroups]
 

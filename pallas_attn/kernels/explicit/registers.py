@@ -117,10 +117,8 @@ def iota(shape, axis, layout):
 
 
 def as_rows(x, like):
-    """Broadcast x [rows] to the shape [rows, n] of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def as_columns(x, like, layout):
-    """Broadcast x [n] to the shape [rows, n] of `like`, which is in `layout`."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [1]), layout)

@@ -26,10 +26,7 @@ def load_vector(ref, layout):
 
 
 def load_row_values(vector, batch, head, start, num_rows, other):
-    """Load one number for each row of a product, [64] float32, from a vector [B, H, S] float32.
-
-    num_rows: rows from this one on give `other`; None if all exist. At least one exists.
-    """
+    """Load float32 for each row of a product from [B, H, S]; `other` from num_rows on."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     shape = (64,)
     scalars = batch, head, start, *if_traced(num_rows)
@@ -60,10 +57,9 @@ def load_row_values(vector, batch, head, start, num_rows, other):
 
 
 def dot_loaded_rows(a, b, batch, head, start, num_rows):
-    """Multiply rows start .. of two matrices element by element, and sum each row: [64] float32.
+    """Multiply rows of two matrices element by element, and sum each row: [64] float32.
 
-    The four threads that share a row of a product read 16 bytes each at a time, so D is a multiple
-    of 8. Rows from num_rows on give 0, as in `load_row_values`.
+    Four threads share a row and read 16 bytes each, so D is a multiple of 8.
     """
     layout = plgpu.Layout.WGMMA
     shape = (64, 8)
@@ -172,11 +168,7 @@ def store_rows_of_pieces(x, tile, matrix, batch, head, start, num_rows):
 
 
 def store_rows_of_heads(x, lse, out_ref, lse_ref, token, head, left, group_size):
-    """Store rows of a product: row r is token r // group_size of head r % group_size of a group.
-
-    The references are [Tq, Hq, Dv] and [Hq, Tq]. token, head: of the first row. left: rows from
-    this one on are not stored.
-    """
+    """Store rows before `left`: row r is token r // group_size of head r % group_size."""
     layout = plgpu.Layout.WGMMA
     scalars = [plgpu.Layout.WG_SPLAT] * 3
 

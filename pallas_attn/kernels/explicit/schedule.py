@@ -67,9 +67,6 @@ def make_schedule(
 
 
 def divide(heads: int, together: int) -> list[int]:
-    """Return the bounds of sections of about equal numbers of heads, at most `together`.
-
-    A short section at the end would have too few tiles for all programs.
-    """
+    """Return bounds of about equal sections of heads: a short last one has too few tiles."""
     sections = -(-heads // together)
     return [heads * section // sections for section in range(sections + 1)]

@@ -20,10 +20,7 @@ def add_columns(x):
 
 # Can go when a kernel can branch on a vote of a warp.
 def rescale(acc, l_i, alpha, layout):
-    """Return acc · alpha and l_i · alpha; a warp whose rows all have alpha 1 skips it.
-
-    l_i, alpha: [rows, 8], alpha constant along a row.
-    """
+    """Return acc · alpha and l_i · alpha; a warp whose rows all have alpha 1 skips it."""
 
     @plgpu.inline_mgpu(
         arg_types=(layout,) * 3,

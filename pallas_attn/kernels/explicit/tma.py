@@ -64,10 +64,7 @@ class Tiles(NamedTuple):
 
 
 def piece_widths(size: int, is_whole: bool) -> tuple[int, ...]:
-    """Return the columns of the pieces of a tile that holds rows of `size` elements.
-
-    As many of 64 as fit, then 32 and 16: (64, 32) for 96, (64, 16) for 72 and 80.
-    """
+    """Return the columns of a row's pieces: as many of 64 as fit, then 32 and 16."""
     if is_whole:
         return (size,)
     rest = -(-(size % 64) // 16) * 16
@@ -75,10 +72,7 @@ def piece_widths(size: int, is_whole: bool) -> tuple[int, ...]:
 
 
 def is_whole(size: int, *lengths: int) -> bool:
-    """Return True if tiles need no pieces, as TMA can tile the matrix.
-
-    lengths: lengths of the sequences that are read or written.
-    """
+    """Return True if tiles need no pieces, as TMA can tile the matrix."""
     return size > 64 and size % 64 == 0 and all(length % 8 == 0 for length in lengths)
 
 
@@ -87,10 +81,7 @@ def padded_columns(size: int) -> int:
 
 
 def tile_views(dtype, shape, size, is_whole, widths=None):
-    """Return the types of tiles in shared memory: as TMA sees their pieces, and as wgmma does.
-
-    shape: (rows,) or (count, rows). widths: columns of the pieces; `piece_widths` if None.
-    """
+    """Return the types of tiles, (rows,) or (count, rows): as TMA and as wgmma see them."""
     copied, multiplied = [], []
     for width in widths or piece_widths(size, is_whole):
         block = min(width, 64)
@@ -102,11 +93,7 @@ def tile_views(dtype, shape, size, is_whole, widths=None):
 
 
 def value_views(dtype, count, rows, size):
-    """Return `tile_views` for values that begin at any row, in blocks of 64 by 64.
-
-    One product takes all columns: at head size 256 the assembler would serialize products of
-    pieces.
-    """
+    """Return `tile_views` in blocks of 64 by 64: the assembler would serialize pieces' products."""
     if size % BLOCK or size == BLOCK:
         return tile_views(dtype, (count, rows), size, False)
     tiling, swizzle = plgpu.TilingTransform((BLOCK, BLOCK)), plgpu.SwizzleTransform(2 * BLOCK)
@@ -122,17 +109,13 @@ def count_boxes(views) -> int:
 
 
 def load_tile(matrix, tile, batch, head, start, barrier):
-    """Start to load rows start .. of one head of matrix [B, S, H, D] by TMA.
-
-    Rows and columns that do not exist become 0. barrier: completes when all pieces have arrived.
-    """
+    """Start to load rows of one head of [B, S, H, D] by TMA; missing rows and columns are 0."""
     for box, row, columns in tile.boxes():
         first = start + row if row else start
         plgpu.copy_gmem_to_smem(_rows_of(matrix, box, columns, batch, head, first), box, barrier)
 
 
 def store_tile(x, tile, matrix, batch, head, start):
-    """Start to store x by TMA to rows start .. of one head that exist, through `tile`."""
     for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
         piece[...] = x[:, columns].astype(piece.dtype)
     plgpu.commit_smem()
@@ -145,7 +128,6 @@ def store_tile(x, tile, matrix, batch, head, start):
 
 
 def _rows_of(matrix, piece, columns, batch, head, start):
-    """Return a piece's place in global memory; what is past the matrix's end does not exist."""
     rows, width = piece.shape
     first = columns.start + 0 * start  # traced: JAX refuses a static slice past the end
     return matrix.at[batch, pl.ds(start, rows), head, pl.ds(first, width)]

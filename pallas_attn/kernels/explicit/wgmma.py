@@ -41,10 +41,7 @@ def columns_of(ref, lower, upper):
 
 
 def wait_for(ref, wait_n, *read):
-    """Return an accumulator's value once all but the last wait_n products are done.
-
-    read: register operands of the products that are then done; they stay alive until here.
-    """
+    """Return an accumulator after all but wait_n products; `read` operands live until then."""
     x = plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
     return lax.optimization_barrier((x, *read))[0]
 

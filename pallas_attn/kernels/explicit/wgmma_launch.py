@@ -114,7 +114,6 @@ def launch_programs(
 
 
 def check_memory(name: str, memory: Any, config: KernelConfig) -> None:
-    """Raise NotImplementedError if a program's shared memory is too large."""
     limit = SHARED_MEMORY_LIMIT["sm90"]
     if size_of(memory) > limit:
         expected = f"at most {limit} bytes of shared memory on sm90"

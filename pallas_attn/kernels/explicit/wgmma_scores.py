@@ -41,12 +41,7 @@ def cap_products(s, rule, b, exponential=False):
 
 
 def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
-    """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
-
-    The window's end and the last key make one bound. s: [64, keys], from `start_kv` on. position:
-    of the first query. end: keys from this one on do not exist; None if all do. rows_of_query: how
-    many consecutive rows a query has.
-    """
+    """Set the scores of hidden keys to -inf; a query has rows_of_query consecutive rows of s."""
     row = iota((s.shape[0], 8), 0, WGMMA)
     if rows_of_query > 1:
         row = lax.div(row, rows_of_query)
@@ -146,11 +141,7 @@ def cap(s, a, b, *, exact, exponential):
 
 
 def softmax_update(s, m_i, rule, masked, bounded):
-    """Return p, the new maximum, and the factor that rescales acc and l_i.
-
-    s: scores if masked, otherwise products q·k.
-    bounded: a cap bounds the exponentials, so m_i stays as it is, and there is no factor.
-    """
+    """Return p, the new maximum, and the factor of acc and l_i: none if a cap bounds p."""
     if bounded:
         if masked:
             p = jnp.exp2(s * rule.exp2_scale)

@@ -29,7 +29,6 @@ def add_to_sums(x, sums, batch, head, start):
 
 
 def read_sums(sums, batch, head, start, shape):
-    """Return what `add_to_sums` added up, of a shape of 64 rows and a number of columns."""
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
@@ -63,10 +62,7 @@ def write_dq(dq, buffer):
 
 
 def _for_each_block(x, pointer, instruction):
-    """Move x to memory in blocks of 64 rows and 8 columns, four floats a thread.
-
-    instruction: PTX of an address and four floats.
-    """
+    """Move x to memory in blocks of 64 rows and 8 columns, four floats a thread."""
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
     offset = arith.muli(thread, mgpu.c(4, i32))
@@ -86,10 +82,9 @@ def _for_each_block(x, pointer, instruction):
 
 
 def add_dq(buffer, columns, sums, batch, head, start):
-    """Start to add `columns` that `write_dq` wrote, by one copy; runs in one warp.
+    """Start to add columns of `write_dq` by one copy, in one warp behind a barrier.
 
-    A barrier comes before. The thread that copies makes the stores of all threads visible to the
-    copy, so the others need not wait.
+    The copying thread makes all threads' stores visible to the copy, so the others need not wait.
     """
     first, size = 64 * columns.start, 64 * (columns.stop - columns.start)
 

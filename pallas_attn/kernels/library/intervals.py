@@ -12,14 +12,11 @@ LARGEST_ROW = 2**31 - 1
 
 
 class RowIntervals(NamedTuple):
-    """Bounds of what each resident row sees of the other axis, [S] int32, or None."""
-
     begins: Any = None
     ends: Any = None
 
 
 def load_intervals(intervals, start, num_rows, block):
-    """Load (begins, ends) of a tile, or None for both; rows past `num_rows` see nothing."""
     if intervals.begins is None:
         return None, None
     begins = load_rows(intervals.begins, start, num_rows, block, LARGEST_ROW)

@@ -7,11 +7,7 @@ from pallas_attn.kernels.library.tiles import arange
 
 
 def tree_mask(s, ends_ref, first, token, new, exists):
-    """Set to -inf the scores of keys that a tree's token does not see.
-
-    token: which new token each row of q is. new: which one each key is, negative for an older key.
-    first: the sequence's first in `ends_ref`.
-    """
+    """Hide keys that a row's token does not see; new: each key's token, negative if older."""
     end = plt.load(ends_ref.at[first + new], mask=exists & (new >= 0), other=2**31 - 1)
     seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
     return jnp.where(seen, s, float("-inf"))

@@ -47,10 +47,7 @@ def splits_with_keys(begin, end, num_splits, block):
 
 
 def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequence=None):
-    """Return the page and the slot of keys start .. start + block_kv of a sequence.
-
-    `table_ref` is the sequence's table, or all sequences' tables if `sequence` is given.
-    """
+    """Return the page and slot of keys from `start` on; `sequence` picks one of all tables."""
     row = () if sequence is None else (sequence,)
     offset = arange(block_kv)
     if page_size % block_kv == 0:
@@ -70,7 +67,6 @@ def load_rows_at(ref, index, is_row, size, block_size, first=0, step=1):
 
 
 def store_rows_at(ref, x, index, is_row, size, block_size, first=0, step=1):
-    """Store rows where `is_row`, as `load_rows_at` loads them."""
     tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
     plt.store(tile, x.astype(ref.dtype), mask=mask)
 

@@ -21,7 +21,6 @@ ROUND_TO_INTEGER_BITS = 0x4B400002
 
 
 def as_packed(pages):
-    """Return an 8-bit pool as packed pairs of columns, int16; XLA makes no copy."""
     *rows, size = pages.shape
     return lax.bitcast_convert_type(pages.reshape(*rows, size // 2, 2), jnp.int16)
 
@@ -54,7 +53,6 @@ def load_keys(ref, index, v_ref, exists, size, size_v, block_size, block_v, upca
 
 
 def _columns(v_ref, size, size_v, block_size, block_v):
-    """Return the first column, the number and the padded number of columns of keys' tiles."""
     if v_ref is not None:
         return [(0, size, block_size)]
     rest = [(size_v, size - size_v, block_size)] if size > size_v else []
@@ -105,7 +103,6 @@ def store_out(ref, out, index, is_row, size, block_size):
 
 
 def add_stored(out, ref, index, is_row, factor, size, block_size):
-    """Return out plus factor times the rows that `store_out` stored."""
     stored = (
         load_rows_at(ref, index, is_row, size, block_size, half, len(out))
         for half in range(len(out))
@@ -136,10 +133,7 @@ def to_float16(tiles):
 
 
 def round_to_integer(x):
-    """Round float32 below 2^22 to int32, ties to even: the last bits of a sum.
-
-    XLA would fold away a subtraction of the constant.
-    """
+    """Round float32 below 2^22 to int32, ties to even; XLA folds away a subtraction."""
     bits = lax.bitcast_convert_type(x + ROUND_TO_INTEGER, jnp.int32)
     return bits - ROUND_TO_INTEGER_BITS
 
@@ -174,7 +168,6 @@ def divide(x, y, compiled):
 
 
 def elementwise(code, constraints, pack, dtype, *args):
-    """Run inline PTX with one output, element by element."""
     result = jax.ShapeDtypeStruct(args[0].shape, dtype)
     (out,) = plt.elementwise_inline_asm(
         code, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[result]

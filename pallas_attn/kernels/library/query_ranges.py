@@ -14,10 +14,7 @@ from twin_attention.contract.operands import AttentionOperands, FlashOperands, V
 
 
 class QueryRanges(NamedTuple):
-    """Ranges of a batch element's queries, [Sq, R, 2] or [Tq, R, 2] int32; or None.
-
-    blocks: `blocks_of_queries`, for kernels that visit queries.
-    """
+    """Ranges of a batch element's queries, [Sq, R, 2] or [Tq, R, 2], and `blocks_of_queries`."""
 
     bounds: Any = None
     blocks: Any = None
@@ -38,10 +35,7 @@ class Bounds(NamedTuple):
 
 
 class OwnKeys(NamedTuple):
-    """A program's keys first .. last, whose tiles of queries `tiles_in_ranges` finds.
-
-    row, end: the sequence's first and last row, as `blocks` count.
-    """
+    """A program's keys first .. last; row, end: their sequence's rows, as `blocks` count."""
 
     blocks: Any
     first: Any
@@ -69,7 +63,6 @@ def keys_in_ranges(bounds, query, is_query, key, is_key):
 
 
 def bounds_of_queries(bounds, query, exists, size):
-    """Return the `Bounds` of each range of some queries, of `size` keys; None without ranges."""
     if bounds is None:
         return None
     found = []
@@ -85,7 +78,6 @@ def bounds_of_queries(bounds, query, exists, size):
 
 
 def own_keys_of(mask, rows):
-    """Return the `OwnKeys` of a program; None without ranges."""
     if mask.q_ranges.blocks is None:
         return None
     last = minimum(rows.start + rows.rows.shape[0], rows.end)
@@ -122,7 +114,6 @@ def ranges_of(operands: AttentionOperands[Array]) -> QueryRanges:
 
 
 def with_blocks(ranges: QueryRanges) -> QueryRanges:
-    """Return ranges with bounds for every BLOCK_TOKENS queries, [B, blocks, 4, R] int32."""
     if ranges.bounds is None:
         return ranges
     batch, size, number, _ = ranges.bounds.shape

@@ -72,7 +72,6 @@ def walk_runs(runs, masked, walk, carry):
 
 
 def _is_kind(runs, tile, masked):
-    """Return which tiles are visited with a mask, or which without one."""
     begin, before, full, _ = runs.visible
     exists = (tile >= 0) & (tile < runs.count)
     row = begin + tile * runs.block

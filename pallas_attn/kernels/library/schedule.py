@@ -22,11 +22,7 @@ def last_heads(spec, backend, programs, summed_heads=None):
 
 
 def order_programs(spec, backend, block, *sizes):
-    """Return the order of `longest_first`, as `pallas_attn.launch.launch` takes it.
-
-    block names the rows of a program's tile in the configuration. sizes: columns of each
-    accumulator.
-    """
+    """Return the order of `longest_first` for `launch`; block: the rows of a tile, by name."""
 
     def order(grid, config):
         num_tiles, heads, batch = grid

@@ -64,7 +64,6 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
 
 
 def segment_ranges(ids: Array | None) -> Array | None:
-    """Compute [B, 3, blocks] int32, or None: least id that is not negative, greatest, and least."""
     if ids is None:
         return None
     ids = in_blocks(ids, VISITED)

@@ -15,8 +15,6 @@ SEARCH_WIDTH = 128
 
 
 class Offsets(NamedTuple):
-    """Offsets of packed sequences, [N + 1] int32 each; None for a dense batch."""
-
     cu_seqlens_q: Any = None
     cu_seqlens_kv: Any = None
 
@@ -49,10 +47,7 @@ def count_sequence_tiles(num_rows, num_sequences, block):
 def locate_tile(
     cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_other, block, find=None
 ):
-    """Return the `TileRows` of a tile; after the last one of a sequence, those of an empty one.
-
-    find: the search to use, `find_sequence` if None.
-    """
+    """Return a tile's `TileRows`; past a sequence's last tile, those of an empty sequence."""
     if cu_seqlens_ref is None:
         return TileRows(0, 0, tile * block, num_rows, 0, num_rows_other)
     sequence = (find or find_sequence)(cu_seqlens_ref, tile, block)
@@ -128,7 +123,6 @@ def with_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:
 
 
 def without_batch(spec: AttentionSpec, *tensors: Any) -> tuple[Any, ...]:
-    """Undo `with_batch`."""
     if not isinstance(spec, VarlenSpec):
         return tensors
     return tuple(jnp.squeeze(x, 0) for x in tensors)

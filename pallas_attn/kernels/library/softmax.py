@@ -45,10 +45,7 @@ def rest_of_lse(lse, m_i, l_safe):
 
 
 def probabilities(s, lse2, rest2, exp2_scale):
-    """Compute p = exp(s - lse) from statistics of the rows, broadcast against s.
-
-    lse2 is in base 2, or lse itself where terms are added; rest2 is then `rest_of_lse` in base 2.
-    """
+    """Compute p = exp(s - lse) from statistics of the rows, broadcast against s."""
     if rest2 is None:
         return jnp.exp2(s * exp2_scale - lse2)
     return jnp.exp2((s - lse2) * exp2_scale - rest2)

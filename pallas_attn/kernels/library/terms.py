@@ -36,12 +36,7 @@ NO_TERMS = Terms()
 
 
 class DecodeTerms(NamedTuple):
-    """Numbers of the query heads of a decode, each None if a problem lacks it.
-
-    Attributes:
-        sinks: [Hq] float32.
-        slopes: [Hq] or [B, Hq] float32.
-    """
+    """Numbers of the query heads: sinks [Hq], slopes [Hq] or [B, Hq], float32, or None."""
 
     sinks: Any = None
     slopes: Any = None

@@ -31,7 +31,6 @@ class Visible(NamedTuple):
     after: Any
 
     def mask_all(self, condition):
-        """Return the tiles, all masked where the condition holds."""
         begin, before, full, after = self
         before = jnp.where(condition, before + full + after, before)
         return Visible(begin, before, *(jnp.where(condition, 0, x) for x in (full, after)))
@@ -84,7 +83,6 @@ def minimum(a, b):
 
 
 def maximum(a, b):
-    """Return `jnp.maximum`, static where both sides are."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else jnp.maximum(a, b)
 
 
@@ -119,11 +117,7 @@ def locate_rows(ref, start):
 
 
 def load_tile(ref, start, num_rows, block_rows, size, mask_rows, exists=None, head=None):
-    """Load rows start .. start + block_rows of ``ref`` [num_rows, size], or of ``ref[:, head, :]``.
-
-    Columns are padded with zeros to a power of two. mask_rows: rows past `num_rows`, and where
-    `exists` is False, give 0.
-    """
+    """Load rows of ``ref`` or ``ref[:, head, :]``; with mask_rows missing rows are 0."""
     block_size = padded_head_dim(size)
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]
@@ -138,7 +132,6 @@ def load_tile(ref, start, num_rows, block_rows, size, mask_rows, exists=None, he
 
 
 def store_tile(ref, x, start, num_rows, block_rows, size):
-    """Store what `load_tile` loads; no row past `num_rows` and no column past `size` is written."""
     block_size = padded_head_dim(size)
     rows = arange(block_rows)[:, None]
     cols = arange(block_size)[None, :]
@@ -154,14 +147,12 @@ def tile_of(ref, start, block_rows, block_size, head=None):
 
 
 def load_rows(ref, start, num_rows, block_rows, other):
-    """Load elements start .. start + block_rows of a vector; `other` from `num_rows` on."""
     exists = start + arange(block_rows) < num_rows
     ref, start = locate_rows(ref, start)
     return plt.load(ref.at[pl.ds(start, block_rows)], mask=exists, other=other)
 
 
 def load_padded_rows(ref, start, block_rows, head=None):
-    """Load elements of a vector, or of ``ref[head, :]``, that is padded to ROW_PADDING."""
     ref, start = locate_rows(ref, start)
     rows = pl.ds(start, block_rows)
     return ref[rows] if head is None else ref[head, rows]

@@ -20,10 +20,7 @@ class Tree(NamedTuple):
 
 
 class Depths(NamedTuple):
-    """The depths that a window counts, for a batch element; None without them.
-
-    q: depths of the queries, [Sq] or [Tq] int32. reach: the greatest depth that sees each key.
-    """
+    """Depths of a batch element: q of its queries; reach, the greatest that sees each key."""
 
     q: Any = None
     reach: Any = None
@@ -64,7 +61,6 @@ def in_branch(mask, rows, others, of_keys):
 
 
 def find_branches(mask, rows, begin):
-    """Return the `Branches` of a program's queries and the keys from `begin` on, or None."""
     if mask.tree.ends is None:
         return None
     least = greatest = None
@@ -119,7 +115,6 @@ def ending_tiles(mask, keys, visible, block):
 
 
 def tree_ranges(ends: Array, reach: Array | None) -> Array:
-    """Compute [B, blocks, 2] int32: the greatest and the least end; with `reach`, also its own."""
     values = (in_blocks(x, 0) for x in (ends, reach) if x is not None)
     return jnp.stack([extreme for x in values for extreme in (x.max(2), x.min(2))], 2)
 

@@ -58,7 +58,6 @@ def combine_kernel(
         num_states = splits_with_keys(begin, end, num_states, block_keys)
 
     def merge(m_i, l_i, acc, lses, rows):
-        """Add parts, each given by its lse and its row, to a running softmax."""
         m_new = m_i
         for s in lses:
             m_new = jnp.maximum(m_new, s)
@@ -143,11 +142,7 @@ def merge_splits(
     block_kv: int,
     backend: Backend,
 ) -> tuple[Array, Array]:
-    """Call `combine_kernel` on the splits of a paged decode; it updates out and lse in place.
-
-    These hold the results of the sequences that have one split with keys. outs, lses: [splits · B,
-    T, Hq, Dv] and [splits · B, Hq, T].
-    """
+    """Call `combine_kernel` on the splits of a paged decode; it updates out and lse in place."""
     states = spec.merge(outs.shape[0] // spec.batch)
     sinks, seq_lens = operands.sinks, operands.seq_lens
     return _launch(outs, lses, sinks, seq_lens, (out, lse), states, backend, spec, block_kv)

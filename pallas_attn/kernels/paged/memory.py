@@ -63,11 +63,7 @@ def load_unit(array, index):
 
 
 def store_unit(numbers, array, index):
-    """Store `UNIT` numbers from ``array[*index]`` on in global memory.
-
-    Single bytes would be wrong: ptxas 13 converts the float that `round_to` rounds an int8 by,
-    instead of taking its low byte.
-    """
+    """Store `UNIT` numbers at once: ptxas 13 stores a single byte of `round_to` wrongly."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [SCALAR] * UNIT, (SCALAR,) * len(index)))
     def store(_, array, numbers, index):
@@ -190,10 +186,7 @@ def load_queries(q, batch, head, rows, total, group_size, width):
 
 
 def load_split_queries(q, batch, head, rows, total, group_size, width):
-    """Load rows like `load_queries`, in float16: (even columns, odd columns, factor).
-
-    The factor is a power of two by which rows are divided, as in `library.quantized.to_float16`.
-    """
+    """Load rows in float16: (even columns, odd columns, the power of two that divided them)."""
     shape = (*rows.shape, width)
     layout = Layout.MMA_LHS(np.dtype("float16"))
     operand = plgpu.ShapeDtypeStruct(shape, np.dtype("float16"), layout)
@@ -279,8 +272,6 @@ def _query_registers(q, batch, head, rows, total, group_size, registers, step):
 
 
 def gather(vector, index):
-    """Return ``vector[index]``, float32; index is in `ROWS`, and within the vector."""
-
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), ROWS),
         return_type=plgpu.ShapeDtypeStruct(index.shape, np.dtype("float32"), ROWS),

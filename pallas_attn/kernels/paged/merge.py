@@ -25,8 +25,6 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
 def merge_rows(x, scratch, add):
-    """Return each row's maximum, or sum, over the warps' numbers [16 · WARPS · n]."""
-
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), ROWS),
         return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, ROWS),

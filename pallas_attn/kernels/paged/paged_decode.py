@@ -235,7 +235,6 @@ def of_head(scale_ref, head):
 
 
 def unpack(x, upcast):
-    """Return loaded tiles of keys or values, not yet times the cache's scale."""
     if upcast is None:
         return [x]
     return [upcast_pairs(x, code) for code in (upcast.low, upcast.high)]
@@ -252,7 +251,6 @@ def add_pv(acc, p, v, upcast):
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Return out and lse, merged if there is more than one split."""
     pools = operands.k_pages, operands.v_pages
     if spec.cache.is_quantized:
         pools = tuple(map(as_packed, pools))

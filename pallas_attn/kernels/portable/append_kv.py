@@ -163,10 +163,7 @@ def load_scale(ref, head, writes):
 def append_kv(
     operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Return k_pages, v_pages, and the rotated queries if there are any.
-
-    The pages are in the memory of the given pools where XLA allows it.
-    """
+    """Return k_pages and v_pages, in the given memory if XLA allows it, and rotated queries."""
     cache, q, cos = spec.cache, operands.q, operands.rotary_cos
     pairs = spec.rotary_dim // 2
 

@@ -32,13 +32,7 @@ from twin_attention.targets.splits import block_rows, cascade_tile, cascade_tile
 
 
 class Cascade(NamedTuple):
-    """Running softmaxes over keys that sequences share.
-
-    Attributes:
-        prefixes: shared keys of each sequence, [B] int32.
-        accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
-        maxima, sums: [N, B, Hq, T], float32.
-    """
+    """Running softmaxes over keys that sequences share, shaped as the twin's."""
 
     prefixes: Any
     accs: Any
@@ -150,11 +144,7 @@ def shared_pages_kernel(
 
 
 def join_prefix(cascade, block_kv, keys, token, head, is_row, softmax, size, block_size):
-    """Merge m_i, l_i and acc with the running softmax over the `keys` of a prefix.
-
-    The cascade is that of this program's sequence and kv head. token, head: of each row, the head
-    within the group.
-    """
+    """Merge m_i, l_i and acc with the running softmax over the `keys` of a prefix."""
 
     def visit(state, softmax):
         m_i, l_i, acc = softmax
@@ -176,11 +166,7 @@ def join_prefix(cascade, block_kv, keys, token, head, is_row, softmax, size, blo
 def attend_to_shared_pages(
     operands: DecodeOperands[Array], spec: DecodeSpec, block_kv: int, backend: Backend
 ) -> tuple[Cascade, int] | None:
-    """Call `shared_pages_kernel`; None if a cascade gains nothing for these shapes.
-
-    block_kv: keys of a tile of the decode over the other keys. Returns the `Cascade`, and how many
-    keys a tile of shared keys has.
-    """
+    """Return a `Cascade` and its tiles' keys; None if it gains nothing for these shapes."""
     tile = cascade_tile(spec)
     if tile is None:
         return None

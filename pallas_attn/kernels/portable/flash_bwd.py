@@ -241,7 +241,6 @@ def flash_bwd_dkdv_kernel(
 
 
 def launch_preprocess(sources, spec, backend, mask):
-    """Call `flash_bwd_preprocess_kernel`; return lse2, delta, and rest2 where there are terms."""
     *_, dout, out, lse, dlse, rest = sources
     offsets, segments = mask.offsets, mask.segments
     num_rows = count_sequence_tiles(spec.seq_q, offsets.num_sequences, ROW_PADDING) * ROW_PADDING
@@ -313,7 +312,6 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
 
 
 def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
-    """Call `flash_bwd_dkdv_kernel`; return dk and dv, in `dtype` if one is given."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
     num_lists = num_lists_of_group(spec)
 

@@ -123,7 +123,6 @@ def flash_bwd_bias_kernel(
 def bias_gradient(
     inputs: Any, terms: Terms, mask: Mask, spec: AttentionSpec, backend: Backend
 ) -> dict[str, Array]:
-    """Compute the gradient of a bias that pairs share, by name; empty without one, or if frozen."""
     bias = terms.bias
     if bias is None or "bias" in spec.frozen or not shares_values(bias.shape, spec):
         return {}

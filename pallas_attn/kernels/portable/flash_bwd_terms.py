@@ -167,7 +167,6 @@ def flash_bwd_relative_kernel(
 def relative_gradient(
     inputs: Any, terms: Terms, mask: Mask, spec: AttentionSpec, backend: Backend
 ) -> dict[str, Array]:
-    """Compute the gradient of `relative_bias`, by name; empty without it, or if frozen."""
     if terms.relative is None or "relative_bias" in spec.frozen:
         return {}
     config = config_of("flash_bwd_dq", spec, backend)
@@ -236,13 +235,11 @@ def flat_mask(mask: Mask) -> Mask:
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
-    """Return the warps and stages that replace those of the dq kernel."""
     size = max(spec.head_dim, spec.head_dim_v)
     return {"num_warps": 8, "num_stages": 2 if spec.dtype_bits == 16 and 64 < size <= 128 else 1}
 
 
 def sums_of_distances(tiles: Array, sums: Array, bands: Bands) -> Array:
-    """Return the sums over each clipped distance [Hq, 2R + 1] from the sums of the bands."""
     heads, near, block_q, block_kv = tiles.shape
     # Row i of a tile, counted from the last query, moves i columns to the right.
     skewed = jnp.pad(tiles[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, block_q)))

@@ -132,21 +132,14 @@ def flash_fwd_kernel(
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Return out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, without B if packed.
-
-    Then, as lse, `rest_of_lse` if there are terms, and each row's largest score if the problem asks
-    for it.
-    """
+    """Return out, lse, then `rest_of_lse` with terms, and the largest scores if asked for."""
     return without_batch(spec, *launch_forward(operands, None, spec, backend))
 
 
 def launch_forward(
     operands: AttentionOperands[Array], carry: Result | None, spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Call `flash_fwd_kernel`; its results have a batch axis.
-
-    With a carry, out and lse reuse its memory, and out is float32.
-    """
+    """Call `flash_fwd_kernel` with a batch axis; out, float32, and lse reuse a carry's memory."""
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size
     mask = mask_of_keys(operands, spec)

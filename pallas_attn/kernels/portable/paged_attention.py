@@ -190,7 +190,6 @@ def paged_attention_kernel(
 def paged_attention(
     operands: PagedOperands[Array], spec: PagedSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32."""
     kernel = decode_kernel(spec)
     config = config_of(kernel, spec, backend)
     rows, group, heads_kv = block_rows(spec, config), spec.group_size, spec.heads_kv

@@ -180,7 +180,6 @@ def paged_decode_kernel(
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Return out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32."""
     config = config_of("paged_decode", spec, backend)
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, num_sms(backend.target))

@@ -22,7 +22,6 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Array], Array, Array]:
-    """Return the carry, in the memory of the given one where possible, and dk and dv in float32."""
     q, k, v, mask = *operands[:3], mask_of_keys(operands, spec)
     if carry is None:
         rows = launch_preprocess(Sources(q, k, v, dout, out, lse, dlse), spec, backend, mask)

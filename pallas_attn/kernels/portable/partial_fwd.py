@@ -16,10 +16,7 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Array, Array]:
-    """Return out and lse with the keys added, in the carry's memory where possible.
-
-    carry, lse: [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, or None. The last out is in q's dtype.
-    """
+    """Return out and lse with the keys added, in the carry's memory; the last out in q's dtype."""
     result = Result(*result_before(carry, lse, spec))
     out, lse = launch_forward(operands, result, spec, backend)
     return (out.astype(operands.q.dtype) if spec.last else out), lse

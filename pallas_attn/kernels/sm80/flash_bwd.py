@@ -221,7 +221,6 @@ def flash_bwd_dkdv_kernel(
     of_q, of_dout = (q_ref, q_tiles), (dout_ref, dout_tiles)
 
     def fetch(operands, member, step, slot):
-        """Fetch a step's rows of q, dout or both."""
         head, start = head_kv * group_size + member, steps.fetched(step)
         for ref, tiles in operands:
             source = Head(ref, batch, head, rows.first_other + rows.size_other)
@@ -362,7 +361,6 @@ def add_dq(ds_tiles, k_tiles, width, sums_ref, *place):
 
 
 def launch_dq(inputs, spec, backend, mask):
-    """Call `flash_bwd_dq_kernel`; return dq."""
     q, sizes = inputs.q, (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):
@@ -391,13 +389,11 @@ def launch_dq(inputs, spec, backend, mask):
 
 
 def launch_preprocess(sources, _spec, _backend, mask):
-    """Compute lse2 and delta."""
     lse2, delta, _none = preprocess(sources, mask.offsets.cu_seqlens_q, SUMS, has_sums=False)
     return lse2, delta
 
 
 def launch_fused(sources, spec, backend, mask):
-    """Call `flash_bwd_dkdv_kernel` with sums for dq; return dq, dk, dv, lse2 and delta."""
     q, k, v, dout, *_ = sources
     cu_seqlens_q = mask.offsets.cu_seqlens_q
     lse2, delta, dq_sum = preprocess(sources, cu_seqlens_q, SUMS, has_sums=True)
@@ -408,7 +404,6 @@ def launch_fused(sources, spec, backend, mask):
 
 
 def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv", dq_sum=None):
-    """Call `flash_bwd_dkdv_kernel`; return dk and dv, and the sums of dq if they are given."""
     dtype, sizes = inputs.q.dtype, (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):

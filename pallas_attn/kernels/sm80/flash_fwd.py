@@ -180,7 +180,6 @@ def flash_fwd_kernel(
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Return out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, without B if packed."""
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     offsets = offsets_of(operands)
     sizes = (spec.head_dim, spec.head_dim_v)

@@ -267,7 +267,6 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
 
 
 def store(kernel, keys, dk, dv):
-    """Store a warpgroup's dk and dv from where k and v were."""
     work = keys.work
     k, v = kernel.memory.k_tiles.tile(keys.tile), kernel.memory.v_tiles.tile(keys.tile)
     dk = dk * kernel.problem.rule.scale

@@ -190,10 +190,7 @@ def consume(kernel, w):
 
 
 class Rows(NamedTuple):
-    """A warpgroup's rows of a tile of queries, in a tile of q, dout and out.
-
-    first_step: the number of steps before this tile.
-    """
+    """A warpgroup's rows of a tile of queries; first_step: the number of steps before this tile."""
 
     tile: Any
     work: Any
@@ -311,10 +308,7 @@ class Step(NamedTuple):
 
 
 def visit(kernel, rows, masked, x, carry):
-    """Add the previous tile's ds k to dq; return this tile's ds, and dq.
-
-    carry: ds of the previous tile, and dq; None at the first tile of large heads.
-    """
+    """Add the previous tile's ds k to dq; return this tile's ds, and dq, the next carry."""
     memory, packed = kernel.memory, kernel.problem.packed
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
     now = rows.first_step + x
@@ -343,10 +337,7 @@ def visit(kernel, rows, masked, x, carry):
 
 
 def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
-    """Compute ds k of the previous tile and dp during the exponentials; return ds and dq.
-
-    s_ref, dp_ref: accumulators, if they are allocated from the start.
-    """
+    """Compute ds k of the previous tile and dp during the exponentials; return ds and dq."""
     memory, problem = kernel.memory, kernel.problem
     may_end = problem.packed and step.masked
     slot, slot_v = step.slot, step.slot_v
@@ -400,7 +391,6 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
 
 
 def probabilities(kernel, rows, step, s):
-    """Return p ∘ dcap of a tile of scores."""
     problem, work = kernel.problem, rows.work
     start_kv = work.visited
     hides = step.masked and not kernel.problem.packed
@@ -418,7 +408,6 @@ def probabilities(kernel, rows, step, s):
 
 
 def dot_rows(a, b):
-    """Multiply two tiles element by element, and sum each row in float32."""
     total = 0.0
     for pieces in zip(a.multiplied, b.multiplied, strict=True):
         x, y = (plgpu.load(piece, layout=WGMMA).astype(jnp.float32) for piece in pieces)

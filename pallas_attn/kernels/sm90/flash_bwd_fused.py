@@ -282,11 +282,7 @@ def compute_tile(kernel, w, item, step, _turn):
 
 
 class Step(NamedTuple):
-    """A tile of queries of one head: `flash_bwd_dkdv.Step`, of a program that computes s ahead.
-
-    now: its number among all tiles of queries of the program.
-    q_slot, previous, following: the slots of its q, of the previous q and of the next.
-    """
+    """A tile of queries, as `flash_bwd_dkdv.Step`, of a program that computes s one tile ahead."""
 
     x: Any
     masked: bool
@@ -301,10 +297,7 @@ class Step(NamedTuple):
 
 
 def visit(kernel, own, member, masked, x, carry):
-    """Add a tile of queries to dv, and the previous tile to dk and dq.
-
-    carry: s of this tile, ds of the previous tile if it is in registers, dk and dv.
-    """
+    """Add a tile of queries to dv, the previous one to dk and dq; carry: s, ds, dk and dv."""
     memory, plan = kernel.memory, kernel.plan
     q_stages, num_stages = memory.lse2_rows.shape[0], memory.delta_rows.shape[0]
     index = member * own.steps + x

@@ -214,8 +214,6 @@ def consume(kernel, w):
 
 
 class Keys(NamedTuple):
-    """A warpgroup's rows of a tile of keys."""
-
     w: int
     work: Work
     first_step: Any
@@ -280,11 +278,7 @@ def exponents(kernel, keys, s, lse2, x, masked):
 
 
 def launch_large(kernel_name, visit, inputs, gradient, memory, values, stages, spec, backend):
-    """Call `flash_bwd_large_kernel`; return the gradient of the operand `gradient`.
-
-    values: the tiles that ds or p multiplies, "q_tiles" or "dout_tiles". stages: the number of
-    tiles of q and of dout in shared memory.
-    """
+    """Call `flash_bwd_large_kernel` for `gradient`; ds or p multiplies the tiles `values`."""
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1
     of_q, of_dout = ((count, config.block_q) for count in stages)

@@ -95,8 +95,6 @@ class Outputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory of a program, in the order of addresses."""
-
     hand_over: Any
     k_empty: Any
     k_full: Any
@@ -250,11 +248,7 @@ def produce(kernel):
 
 
 class Turns(NamedTuple):
-    """Decide when a consumer warpgroup issues its products.
-
-    waits: this one waits for tiles. With turns from the first tile on, only the first warpgroup
-        does; the others wait for their turn.
-    """
+    """Decide when a consumer issues its products; waits: for tiles, not only for its turn."""
 
     w: Any
     warpgroups: int
@@ -389,7 +383,6 @@ def compute_tile(kernel, turns, item, step, _turn):
 
 
 def softmax(kernel, queries, s, x, m_i, masked):
-    """Return p, the new maximum, and the factor that rescales acc and l_i."""
     problem = kernel.problem
     if masked:
         position = queries.start_row + queries.work.diagonal
@@ -399,8 +392,6 @@ def softmax(kernel, queries, s, x, m_i, masked):
 
 
 def wait_for_edge(kernel, turns, queries, x):
-    """Wait for the values of an edge tile and clear rows past the sequence's end."""
-
     @pl.when(turns.waits)
     def _():
         slot = (queries.first_step + x) % kernel.num_stages
@@ -469,7 +460,6 @@ def overlap(kernel, turns, queries, masked, x, slot, previous, carry, s_ref, acc
 
 
 def finish_rows(kernel, queries, m_i, l_i):
-    """Add the row sums of each quad and store lse; return the factor that normalises a row."""
     problem, work, sink = kernel.problem, queries.work, queries.sink
     packed, start_row = problem.packed, queries.start_row
     total, m_end, alpha = l_i.sum(axis=1), m_i, 1.0

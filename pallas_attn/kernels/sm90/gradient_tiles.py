@@ -48,10 +48,7 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
 
 
 def block_tiles(spec, values=None, **counts):
-    """Return what `make_tiles` does, with rows padded with zeros to blocks of 64 columns.
-
-    values: name of the tiles, `value_block_views` of 64 rows, that ds or p multiplies.
-    """
+    """Return what `make_tiles` does, with rows padded with zeros to blocks of 64 columns."""
     tiles, pieces = {}, {}
     for name, (count, rows) in counts.items():
         size = spec.head_dim if name in ("q_tiles", "k_tiles") else spec.head_dim_v
@@ -83,11 +80,7 @@ def values_and_factors(views) -> tuple[Tiles, Tiles]:
 
 
 def value_columns(size):
-    """Return the padded columns of rows of `size` elements, at most 128, in the backward's kernels.
-
-    Sizes above 96 take 128: the assembler would run products of pieces of 64, 32 and 16 columns
-    one after the other.
-    """
+    """Return the padded columns of a row: 128 above 96, as products of pieces are serialized."""
     return padded_columns(size) if size <= 96 else -(-size // BLOCK) * BLOCK
 
 

@@ -27,10 +27,7 @@ from pallas_attn.kernels.sm90.work import CONSUMERS, Work, last_tile, own_tile, 
 
 
 class Group(NamedTuple):
-    """The query heads that share a kv head, of which a work item visits `members`.
-
-    hides_missing: hide keys that do not exist in every tile of queries.
-    """
+    """The query heads of a kv head, `members` an item; hides_missing: in every tile."""
 
     members: int
     size: int
@@ -84,10 +81,7 @@ class Queries(NamedTuple):
 
 
 def locate(problem: Problem, group: Group, item: Any) -> Work:
-    """Return the work of an item: a tile of keys; its place's head counts parts of GQA groups.
-
-    Keys are counted from the first of all, queries from the sequence's first.
-    """
+    """Return the work of an item, a tile of keys; its place's head counts parts of GQA groups."""
     block_q, block_kv, window = problem.block_q, problem.block_kv, problem.window
     parts = group.heads // group.members
     batch, place = place_of(item, problem.seq_kv, problem.seq_q, parts, block_kv)
@@ -181,11 +175,7 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
 def allocate_memory(
     spec, config, packed: bool = False, sums_dq: bool = False, kv_stages: int = 1
 ) -> Memory:
-    """Return the types of a program's shared memory.
-
-    sums_dq: one more tile of q, and ds in shared memory. kv_stages: for how many work items there
-    are tiles of k and v.
-    """
+    """Return the types of a program's memory, with tiles of k and v for kv_stages items."""
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     queries, douts = (stages + sums_dq, config.block_q), (stages, config.block_q)
     tiles, pieces = make_tiles(

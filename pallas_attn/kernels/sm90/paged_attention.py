@@ -223,10 +223,7 @@ def produce(kernel, work):
 
 
 class Queries(NamedTuple):
-    """A consumer warpgroup's rows: each warpgroup w has its own code.
-
-    start_token: counted from the sequence's first. sink: each row's sink, in base 2, or None.
-    """
+    """A consumer warpgroup's rows; start_token: in the sequence; sink: in base 2, or None."""
 
     w: int
     start_token: Any
@@ -365,7 +362,6 @@ def finish(kernel, work, queries, p, m_i, l_i, acc):
 
 
 def _load_queries(q_ref, tile, token, head, barrier):
-    """Start to load the rows of tokens from `token` on and heads from `head` on."""
     for piece, columns in zip(tile.copied, tile.columns, strict=True):
         tokens, group_size, width = piece.shape
         first = columns.start + 0 * token  # traced: JAX refuses a static slice past the end
@@ -384,7 +380,6 @@ def _sinks_of_rows(sinks_ref, head, group_size, like):
 def paged_attention(
     operands: PagedOperands[Array], spec: PagedSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32."""
     dtype, cache = operands.q.dtype, spec.cache
     config = backend.configs(spec)["paged_attention"]
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
@@ -424,7 +419,6 @@ def paged_attention(
 
 
 def _query_views(dtype, group_size, size):
-    """Return `tile_views` of queries; TMA sees tokens of a GQA group."""
     copied, multiplied = tile_views(dtype, (WGMMA_ROWS,), size, False)
     shape = WGMMA_ROWS // group_size, group_size
     copied = tuple(

@@ -32,10 +32,7 @@ class Work(NamedTuple):
 
 
 def place_of(item: Any, rows: int, rows_other: int, heads: int, block: int) -> tuple[Any, Place]:
-    """Return the batch element and the place of an item.
-
-    item: a number of `make_schedule`, or the place among packed sequences.
-    """
+    """Return an item's batch element and place, of `make_schedule` or among packed sequences."""
     if isinstance(item, Place):
         return item.head * 0, item
     num_tiles = cdiv(rows, block)
@@ -59,10 +56,7 @@ def locate_queries(problem: Problem, heads: int, item: Any) -> tuple[Work, Visib
 
 
 def own_tile(full: Any, turn: Any, w: int) -> Any:
-    """Return which tile in shared memory has a consumer's rows in a turn.
-
-    full: mbarriers of the tiles, CONSUMERS for one work item or twice as many for two.
-    """
+    """Return which tile in shared memory has a consumer's rows in a turn."""
     stages = full.shape[0] // CONSUMERS
     return w if stages == 1 else turn % stages * CONSUMERS + w
 

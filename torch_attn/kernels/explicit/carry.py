@@ -13,7 +13,6 @@ from torch_attn.kernels.explicit.wgmma import product_layout
 
 @gluon.jit
 def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
-    """Load an accumulator, 0 where a row does not exist."""
     acc = ()
     for i in gl.static_range(num_pieces(SIZE)):
         acc = acc + (_load_piece(pointer, exists, heads, i, SIZE),)
@@ -22,7 +21,6 @@ def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def keep_rows(acc, kept):
-    """Set rows to 0 where `kept` is False, whatever they hold."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_keep_piece(acc[i], kept),)
@@ -66,7 +64,6 @@ def add_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def head_rows(pointer, batch, num_rows, start, head, heads, SIZE: gl.constexpr):
-    """Return the pointer to rows in [B, num_rows, heads, SIZE]."""
     row = batch.to(gl.int64) * num_rows + start
     return pointer + (row * heads + head) * SIZE
 

@@ -151,10 +151,7 @@ def _row_pointers(
     LAYOUT: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
-    """Return addresses, adding the constant distances of a thread's rows last.
-
-    They are then one register plus constants. Otherwise each step computes each of them.
-    """
+    """Return addresses, constant distances added last: one register plus constants."""
     PART: gl.constexpr = copied_rows(ROWS, WIDTH, gl.num_warps())
     layout: gl.constexpr = parts_layout(WIDTH, gl.num_warps())
     of_part: gl.constexpr = gl.SliceLayout(0, layout)

@@ -114,7 +114,6 @@ def hide_keys(s, mask, q_ranges, marks, position, of_keys, limits):
 def load_queries(
     mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load what `hide_queries` needs."""
     ids, depths = 0, 0
     if mask.segments is not None:
         ids = _load_other_ids(marks, start, num_queries, BLOCK, LAYOUT, alike)
@@ -125,7 +124,6 @@ def load_queries(
 
 @gluon.jit
 def hide_queries(s, mask, q_ranges, marks, position, of_queries, limits):
-    """Set hidden scores to -inf; keys are rows. With ranges, `Limits` are applied here."""
     ids, depths, alike = of_queries
     if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if not alike:

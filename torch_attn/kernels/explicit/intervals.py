@@ -22,10 +22,7 @@ def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: 
 
 @gluon.jit
 def load_windows(intervals, rows, num_rows):
-    """Return the first row of the other axis that rows see, and how many follow it.
-
-    That is negative where nothing is seen, and for rows past `num_rows`.
-    """
+    """Return the first row of the other axis that rows see, and how many follow; negative: none."""
     begins = gl.load(intervals.begins + rows, mask=rows < num_rows, other=LARGEST_ROW)
     ends = gl.load(intervals.ends + rows, mask=rows < num_rows, other=0)
     return begins, ends - begins - 1

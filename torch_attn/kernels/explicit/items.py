@@ -91,10 +91,9 @@ class Place(NamedTuple):
 
 
 class ListedPlace(NamedTuple):
-    """A work item whose tiles are listed; in a dense batch end ... sequence are 0.
+    """A work item whose tiles are listed; end ... sequence are 0 in a dense batch.
 
-    before, full: how many tiles need a mask, and how many need none. first, padding: as in
-    `steps.TileList`.
+    before, full: how many tiles need a mask, and how many need none.
     """
 
     head: Any
@@ -147,10 +146,9 @@ def work_item(turn):
 
 @gluon.jit
 def head_and_tile(item, num_items, together, num_tiles):
-    """Return an item's head, and which of its tiles the item is, the longest being 0.
+    """Return an item's head, and which of its tiles it is, the longest being 0.
 
-    Of `together` heads at a time, the longest tiles come first. A program with a longer item in one
-    turn has a shorter one in the next.
+    Of `together` heads at a time the longest come first, so that turns even out.
     """
     first = item // (together * num_tiles) * together
     rest = item - first * num_tiles
@@ -214,10 +212,7 @@ def next_item(
 
 @gluon.jit
 def own_item(turn, problem, shared, READER: gl.constexpr = None):
-    """Return an item, and the `Place`, `ListedPlace` or `Part` of one from a counter.
-
-    READER: the caller among those that get items from the producer, which passes None.
-    """
+    """Return an item, and the `Place`, `ListedPlace` or `Part` of one from a counter."""
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if len(shared) > 0:
         item, found = _receive(shared, turn, READER)
@@ -286,10 +281,7 @@ def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
 
 @gluon.jit
 def _with_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Add its list to a place, so that no other warp waits for it.
-
-    Where nothing is visible there is one masked tile, so that each consumer has one.
-    """
+    """Add its list to a place; where nothing is visible there is one masked tile."""
     found, before, full, _after = listed_tiles(
         problem.tiles, batch, place.tile, problem.size, problem.size_other, problem.num_sequences,
         BLOCK, BLOCK_OTHER,
@@ -332,10 +324,7 @@ def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
 
 @gluon.jit
 def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr, SLOTS: gl.constexpr = 1):
-    """Allocate shared memory and two mbarriers: written, and read.
-
-    SLOTS: with two, the producer may take an item ahead.
-    """
+    """Allocate memory and mbarriers to write and read; with two SLOTS, one item ahead."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values = gl.allocate_shared_memory(gl.int32, [SLOTS, 16 if LISTED else 8], layout)
     return values, allocate_barriers(SLOTS), allocate_barriers(SLOTS * READERS)
@@ -414,10 +403,7 @@ def heads_at_a_time(
     is_counted: bool,
     has_sections: bool,
 ) -> int:
-    """Return `together` of `head_and_tile`; arguments as in `persistent`.
-
-    Where the lengths are data on the device, tiles are not sorted.
-    """
+    """Return `together` of `head_and_tile`; without known lengths tiles are not sorted."""
     if has_unknown_lengths(spec) and has_sections:
         together = min(triton.cdiv(programs, len(steps)), heads)
     elif has_unknown_lengths(spec):
@@ -438,8 +424,7 @@ def item_counter(
 ) -> torch.Tensor | None:
     """Return a zero counter of items, [1] int32; None where programs take turns.
 
-    has_uneven: uneven tiles of a dense problem need one. has_sections: so does any problem, with
-    the counts of `Sections` behind it: [2 + 3 · batch · heads].
+    Uneven dense tiles need one. With `Sections` it has their counts: [2 + 3 · batch · heads].
     """
     is_counted = has_sections or isinstance(spec, VarlenSpec | PartialSpec)
     if has_uneven and not spec.hides_by_data:
@@ -450,10 +435,10 @@ def item_counter(
 
 @lru_cache(maxsize=1024)
 def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
-    """Return how many heads' tiles to sort by length, so that all programs end together.
+    """Return how many heads' tiles to sort by length, so that programs end together.
 
-    It is the fewest within 1 % of the best balance, since their tiles share the L2 cache. Heads of
-    few tiles go in pairs, whose rows are adjacent, if that is within 3 %.
+    It is the fewest within 1 % of the best balance, as their tiles share the L2 cache; or a pair,
+    whose rows are adjacent, within 3 %.
     """
     if min(steps) == max(steps):
         return 1
@@ -471,10 +456,7 @@ def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
-    """Return how many heads' tiles to sort where items come from a counter.
-
-    It is the fewest, a power of two, within 2 % of the best balance.
-    """
+    """Return how many heads' tiles to sort where a counter gives items: a power of two."""
     counted = min(heads, triton.cdiv(ITEMS_COUNTED * programs, len(steps)))
     numbers = [x for x in (1, 2, 4, 8, 16, 32) if x <= counted]
     balance = {x: _balance_of_counter(steps, counted, programs, x) for x in numbers}
@@ -482,7 +464,6 @@ def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
 
 
 def _balance_of_counter(steps: tuple[int, ...], heads: int, programs: int, together: int) -> float:
-    """Return `_balance` where a free program takes the next item."""
     ends = [0] * programs
     for first in range(0, heads, together):
         for cost in steps:

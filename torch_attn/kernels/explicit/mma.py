@@ -43,10 +43,7 @@ def _load_chunk(buffer, INDEX: gl.constexpr, OPERAND: gl.constexpr, LAYOUT: gl.c
 
 @gluon.jit
 def product_scores(a, b, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a · bᵀ over SIZE columns, a chunk of columns at a time.
-
-    a is the result of `load_left`, or a buffer with one tile; b is a buffer of tiles.
-    """
+    """Return a · bᵀ in chunks of columns; a: of `load_left`, or a buffer with one tile."""
     ROWS: gl.constexpr = a[0].shape[-2]
     COLUMNS: gl.constexpr = b[0].shape[1]
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)

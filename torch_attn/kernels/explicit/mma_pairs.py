@@ -117,8 +117,6 @@ def own_keys(
 
 
 class Tiles(NamedTuple):
-    """The tiles that some rows see, as `visible_tiles` or `listed_tiles` returns them."""
-
     begin: Any
     before: Any
     full: Any
@@ -129,7 +127,6 @@ class Tiles(NamedTuple):
 def tiles_of_keys(
     mask, queries, seq_q, seq_kv, num_sequences, left, right, BLOCK_KV: gl.constexpr
 ):  # fmt: skip
-    """Return the `Tiles` of keys that a program's queries see."""
     return Tiles(*_seen_tiles(mask, queries, seq_q, seq_kv, num_sequences, left, right, BLOCK_KV))
 
 
@@ -170,7 +167,6 @@ def _seen_tiles(
 
 @gluon.jit
 def fetch_own(tile, pointer, strides, mask, rows, SIZE: gl.constexpr, ASYNC: gl.constexpr):
-    """Fetch the own rows of an operand with `fetch_tile`."""
     ids = None
     if mask.segments is not None:
         ids = rows.ids
@@ -183,7 +179,6 @@ def fetch_visited(
     tile, slot, base, STRIDE: gl.constexpr, mask, rows, start, SIZE: gl.constexpr,
     MASKED: gl.constexpr, ASYNC: gl.constexpr,
 ):  # fmt: skip
-    """Fetch visited rows of an operand, from `start` on, with `fetch_tile`."""
     ids = None
     if mask.segments is not None:
         ids = rows.ids_other
@@ -192,7 +187,6 @@ def fetch_visited(
 
 @gluon.jit
 def marks_of(mask, rows, OF_KEYS: gl.constexpr = False):
-    """Load the `Marks` of the own rows; OF_KEYS: they are keys."""
     if OF_KEYS:
         diagonal = -rows.diagonal - rows.first
         marks = mark_keys(
@@ -249,7 +243,6 @@ def pair_scores(
 
 @gluon.jit
 def store_own(pointer, x, rows, heads, SIZE: gl.constexpr):
-    """Store the own rows of a head of a contiguous [B, S, heads, SIZE] tensor."""
     stride = heads * SIZE
     base = pointer + rows.batch * rows.end * stride + rows.head * SIZE
     store_rows(base, x, rows.start, rows.end, stride, SIZE)

@@ -9,11 +9,7 @@ from torch_attn.kernels.explicit.tma import load_box, num_pieces, piece_start, t
 
 @gluon.jit
 def find_pages(table_ptr, start, end, num_pages, PAGE_SIZE: gl.constexpr, BLOCK: gl.constexpr):
-    """Return the pages of keys start .. start + BLOCK of a sequence.
-
-    From `end` on they are `num_pages`, none. An id out of range, the caller's mistake, becomes
-    valid.
-    """
+    """Return the pages of keys from `start` on, within the pool; from `end` on `num_pages`."""
     ROWS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK else BLOCK
     pages = ()
     for i in gl.static_range(BLOCK // ROWS):

@@ -59,7 +59,6 @@ def show_keys(s, mask, q_ranges, marks, position, of_keys, limits):
 
 @gluon.jit
 def show_queries(s, mask, q_ranges, marks, position, of_queries, limits):
-    """Set scores to -inf as `show_keys`; keys are rows, with `position` as queries are counted."""
     _ids, depths, _alike = of_queries
     start, num_queries, end, left, right = limits
     query = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]

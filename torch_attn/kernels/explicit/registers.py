@@ -56,6 +56,5 @@ def split_columns(s):
 
 @gluon.jit
 def join_columns(a, b, like):
-    """Return the columns of a, then those of b, in the layout of `like`."""
     x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), like.shape)
     return gl.convert_layout(x, like.type.layout, assert_trivial=True)

@@ -47,7 +47,7 @@ class Sections(NamedTuple):
 
 @triton.constexpr_function
 def unfinished_sections(has_unknown_lengths):
-    """Return how many sections may not be fully added while programs take items of the next.
+    """Return how many sections may be unfinished while programs take items of the next.
 
     It is one where the longest tiles come first; else a section's last tile may outlast the next.
     """
@@ -79,10 +79,7 @@ def divide_heads(counter_ptr, problem, UNFINISHED: gl.constexpr, MEMBERS: gl.con
 def heads_with_sums(
     together: int, heads: int, items: int, pieces: int, programs: int, unfinished: int
 ) -> int:
-    """Return for how many heads there are sums at a time, on the host as `divide_heads` does.
-
-    together: heads of a section, unless there are fewer.
-    """
+    """Return for how many heads there are sums at a time, as `divide_heads` does."""
     size = min(together, heads)
     ahead = triton.cdiv(2 * programs, size * items) + unfinished
     places = ahead + triton.cdiv(programs, size * pieces) + SPARE_PLACES.value
@@ -112,7 +109,6 @@ def await_begun(sections, section, MEMBERS: gl.constexpr):
 
 @gluon.jit
 def await_place(sections, section, MEMBERS: gl.constexpr):
-    """Wait until the sums that had a section's place are converted."""
     if section >= sections.places:
         pieces = sections.size * MEMBERS * sections.pieces
         await_reports(sections.converted_ptr + (section - sections.places), pieces)

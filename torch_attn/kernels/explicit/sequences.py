@@ -38,10 +38,7 @@ def locate_tokens(
 def find_sequence(
     cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = None
 ):
-    """Return the last sequence whose tiles do not begin after `tile`, 0 .. N.
-
-    ROWS: tiles after the sequences' first ones count, as in `locate_tokens`.
-    """
+    """Return the last sequence whose tiles do not begin after `tile`; ROWS: of `locate_tokens`."""
     first = 0
     count = num_sequences + 1
     while count > 1:

@@ -15,10 +15,7 @@ def add_columns(x):
 
 @triton.constexpr_function
 def rescales_on_demand(columns):
-    """Return whether rescaling on demand is faster.
-
-    Zadouri et al. 2026, FlashAttention-4, conditional rescaling.
-    """
+    """Return whether rescaling on demand (Zadouri et al. 2026, FlashAttention-4) pays."""
     return columns > 128
 
 
@@ -26,10 +23,9 @@ def rescales_on_demand(columns):
 def online_softmax_update(
     s, m_i, l_i, exp2_scale, MASKED: gl.constexpr, ON_DEMAND: gl.constexpr = False
 ):
-    """Update the running softmax: `library.softmax.online_softmax_update`.
+    """Update the running softmax as the library does; l_i is [rows, 4].
 
-    l_i is [rows, 4], of `add_columns`. ON_DEMAND: m_i grows only where a score passes it by
-    RESCALE_ABOVE, so most factors are 1.
+    ON_DEMAND: m_i grows only where a score passes it by RESCALE_ABOVE.
     """
     m_new = gl.maximum(m_i, gl.max(s, 1) * exp2_scale)
     if ON_DEMAND:

@@ -17,10 +17,7 @@ from torch_attn.kernels.tile_lists import ALIKE, HEADER, OTHERS_PADDED, PADDED, 
 
 
 class TileList(NamedTuple):
-    """Hold what a work item knows of its list before its first step.
-
-    first: the entry of the first step's tile. padding: PADDED and OTHERS_PADDED of the header.
-    """
+    """The entry of a list's first step, and PADDED and OTHERS_PADDED of its header."""
 
     middle: Any
     first: Any
@@ -82,10 +79,7 @@ def step_has_padding(step, begin, before):
 
 @gluon.jit
 def step_is_alike(step, begin, before, segments):
-    """Return whether a step's tile and the item's rows have one segment, by the list.
-
-    False after the edge tiles.
-    """
+    """Return whether a full tile and the item's rows have one segment, by the list."""
     alike = False
     if segments is not None:
         if is_first(step):
@@ -102,7 +96,6 @@ def rows_have_padding(begin):
 
 @gluon.jit
 def _entry(middle, tile, before):
-    """Return where a list has a tile; edge tiles are numbered first."""
     return middle + gl.where(tile < before, -1 - tile, HEADER + tile - before)
 
 
@@ -113,7 +106,6 @@ def is_list(begin):
 
 @triton.constexpr_function
 def is_first(step):
-    """Return whether a step is known to be the first."""
     return isinstance(step, int) and step == 0
 
 

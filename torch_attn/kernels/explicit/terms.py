@@ -125,7 +125,7 @@ def add_terms(
 ):
     """Return scaled products q·k with the terms added, in the library's order.
 
-    bias: in any dtype, with 1 in place of any axis. FAR: one of `table_sides` is known to be true.
+    FAR: one of `table_sides` is known to be true.
     """
     SIGN: gl.constexpr = -1 if TRANSPOSED else 1
     KEYS: gl.constexpr = s.shape[0] if TRANSPOSED else s.shape[1]
@@ -220,7 +220,6 @@ def load_bias(
 
 @gluon.jit
 def store_bias(dbias, x, pairs, start_kv, seq_q, seq_kv):
-    """Store a tile of the gradient of a bias that has all pairs, queries down."""
     first = gl.cast(pairs.element, gl.int64) * dbias.batch
     first += gl.cast(pairs.head, gl.int64) * dbias.head
     query = pairs.first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
@@ -248,7 +247,6 @@ def bias_box_bytes(boxes, rows, columns):
 
 @gluon.jit
 def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
-    """Load a tile; `full` expects its bytes already."""
     # An axis of 1 has a stride of 0.
     batch, head = gl.where(bias.batch == 0, 0, batch), gl.where(bias.head == 0, 0, head)
     load_box(bias.boxes, [batch, head, start_q, start_kv], full, buffer.index(slot))
@@ -256,10 +254,7 @@ def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
 
 @gluon.jit
 def read_bias_box(tile, LAYOUT: gl.constexpr):
-    """Read what `load_bias_box` loaded; the caller may then hand the place back.
-
-    An arrival at a named barrier does not wait for loads, and TMA writes there next.
-    """
+    """Read what `load_bias_box` loaded: an arrival at a named barrier awaits no loads."""
     bias = tile.load(LAYOUT)
     fence_async_shared()
     return bias
@@ -403,10 +398,7 @@ def drop_scaled(p, terms, tile, TRANSPOSED: gl.constexpr = False):
 
 @gluon.jit
 def _blocks(x, TRANSPOSED: gl.constexpr):
-    """Return a tile as [row blocks, 2, 8, column blocks, eights, 8].
-
-    Blocks have 16 queries and 32 keys; where keys are rows, a row block is half of a block's keys.
-    """
+    """Return a tile as [row blocks, 2, 8, column blocks, eights, 8]: 16 queries by 32 keys."""
     WIDTH: gl.constexpr = 16 if TRANSPOSED else 32
     return gl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1] // WIDTH, WIDTH // 8, 8])
 

@@ -184,7 +184,6 @@ def _store_rows(out_ptr, rows, head, first, end, heads, INDEX: gl.constexpr, SIZ
 
 
 def maps_of(layout: Layout, rows: int) -> tuple[TensorMap, ...]:
-    """Return the descriptors of an operand's tiles, one for each column piece."""
     return tuple(map_of(layout, rows, width) for width in sm90.column_pieces(layout.shape[-1]))
 
 
@@ -214,7 +213,6 @@ def stored_maps_of(
 
 @gluon.jit
 def load_pieces(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
-    """As `load_tile`; `full` expects the bytes already."""
     for i in gl.static_range(num_pieces(SIZE)):
         load_box(maps[i], [batch, head, row, piece_start(SIZE, i)], full, tile[i].index(slot))
 
@@ -231,7 +229,6 @@ def row_layout():
 
 @gluon.jit
 def read_row(row, slot, LAYOUT: gl.constexpr):
-    """Read a row as one value for each column of LAYOUT."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = reinterpret(row.index(slot), gl.float32, [row.shape[2]], flat)
     return x.load(gl.SliceLayout(0, LAYOUT))
@@ -242,7 +239,6 @@ def rows_map(layout: Layout | None, size: int) -> TensorMap | None:
 
 
 def row_map(layout: Layout, size: int) -> TensorMap:
-    """Return the descriptor of rows of `size` values, into which a float32 operand is cut."""
     shape = [math.prod(layout.shape) // size, size]
     fields = {
         "shape": shape,

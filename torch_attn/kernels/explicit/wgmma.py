@@ -26,7 +26,6 @@ def product_layout(width):
 
 @gluon.jit
 def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start a · bᵀ over SIZE columns."""
     ROWS: gl.constexpr = a[0].shape[3]
     COLUMNS: gl.constexpr = b[0].shape[3]
     s = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
@@ -46,7 +45,6 @@ def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def left_scores(a, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start a · bᵀ over SIZE columns; a is of `load_left`."""
     COLUMNS: gl.constexpr = b[0].shape[3]
     s = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
     for i in gl.static_range(num_pieces(SIZE)):

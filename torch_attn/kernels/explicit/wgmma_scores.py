@@ -51,10 +51,9 @@ def visible_scores(
     s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr, terms, own, tile,
     TRANSPOSED: gl.constexpr = False, FAR: gl.constexpr = False,
 ):  # fmt: skip
-    """Turn products q·k into the input of the softmax: `library.scores.visible_scores`.
+    """Turn products q·k into (s, scale, dcap), as `library.scores.visible_scores`.
 
-    Returns (s, scale, dcap): the scores, as parts of the cap if there is one; their factor in
-    `exponents`; and the derivative of the cap, or 1.
+    s: the scores, or parts of the cap; scale: their factor in `exponents`.
     """
     exp2_scale = rule.exp2_scale
     dcap = 1.0
@@ -78,10 +77,7 @@ def visible_scores(
 
 @gluon.jit
 def exponents(s, scale, lse2, rest2, ADDED: gl.constexpr):
-    """Return the exponents in base 2 of p, of the scores of `visible_scores`.
-
-    lse2, rest2: as in `library.softmax.probabilities`; rest2 if terms are ADDED.
-    """
+    """Return p's exponents in base 2, of `visible_scores`; rest2 if terms are ADDED."""
     if ADDED:
         power = (s * scale - lse2) * LOG2E - rest2
     else:
@@ -176,7 +172,6 @@ def hide(s, position, start_kv, end, window_left, window_right):
 
 @gluon.jit
 def _of_rows(x, LAYOUT: gl.constexpr):
-    """Return a number as it is, and one for each row as a column of LAYOUT."""
     if isinstance(x, gl.tensor):  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if len(x.shape) > 0:
             x = gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None, None]

@@ -107,10 +107,7 @@ def no_shift(s):
 
 @gluon.jit
 def _table_values(terms, own, offset, quads):
-    """Return the table's values for the distances of a tile, as products in quads.
-
-    A thread's second row has the distances of its first row eight keys further on: one load.
-    """
+    """Return the table's values of a tile in quads; a second row is eight keys further."""
     ROWS: gl.constexpr = quads.shape[0] // 16
     EIGHTS: gl.constexpr = quads.shape[1]
     like = gl.reshape(quads, [ROWS, 2, 8, EIGHTS, 4, 2])
@@ -205,8 +202,7 @@ def draw_masks(
 ):
     """Draw which probabilities of a tile stay: a bit each, for `drop_packed`.
 
-    The seed is loaded for each tile: else the compiler draws between products, and the tensor cores
-    wait.
+    The seed is loaded for each tile: else the compiler draws between products, which then wait.
     """
     kept = 0
     if terms.seed is not None:

@@ -20,7 +20,6 @@ from twin_attention.targets.config import padded_head_dim
 def cache_of(
     operands: DecodeOperands[Tensor] | PagedOperands[Tensor] | AppendOperands[Tensor],
 ) -> Cache:
-    """Return the cache, without its numbers."""
     v_scale = operands.k_scale if operands.v_pages is None else operands.v_scale
     return Cache(
         operands.k_pages, operands.v_pages, operands.block_tables, operands.seq_lens,
@@ -31,7 +30,6 @@ def cache_of(
 def decode_arguments(
     spec: DecodeSpec, target: str | None, q: Layout, cache: Cache
 ) -> dict[str, Any]:
-    """Return a paged decode's arguments, except its tokens and splits."""
     arguments = cache_arguments(spec.cache, cache)
     if spec.cache.latent and spec.cache.is_quantized and target == "sm90":
         sizes = arguments["BLOCK_D"], arguments["BLOCK_DV"]
@@ -49,10 +47,7 @@ def decode_arguments(
 
 
 def cache_arguments(spec: PagedCache, cache: Cache) -> dict[str, Any]:
-    """Return a paged cache's arguments.
-
-    BLOCK_D covers a latent cache's columns after the values'.
-    """
+    """Return a paged cache's arguments; BLOCK_D covers columns after the values'."""
     v, packed = cache.v, spec.head_dim // cache.k.shape[3]
     head_dim, head_dim_v = spec.head_dim // packed, spec.head_dim_v // packed
     return {
@@ -75,10 +70,8 @@ def cache_arguments(spec: PagedCache, cache: Cache) -> dict[str, Any]:
 
 
 def _scale_stride(scale: Layout | None) -> int:
-    """Return the stride between heads' scales, 0 if they share one."""
     return 0 if scale is None or not scale.strides else scale.strides[0]
 
 
 def _elements_per_head(pages: Layout) -> int:
-    """Return the span of one head's elements in a pool."""
     return 1 + sum((pages.shape[axis] - 1) * pages.strides[axis] for axis in (0, 1, 3))

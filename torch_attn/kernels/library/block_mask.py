@@ -41,7 +41,6 @@ class Lists(NamedTuple):
 
 @triton.jit
 def find_list(lists, batch, head, tile):
-    """Return a tile's list and its length."""
     of_batch = tl.cast(batch, tl.int64) * lists.batch_stride
     index = of_batch + tl.cast(head, tl.int64) * lists.head_stride + tile
     list_ptr = lists.tiles + index * lists.width
@@ -98,10 +97,7 @@ def _count_kept(
 
 @triton.jit
 def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Return what `row` of the listed tiles' concatenated rows is on the other axis.
-
-    Without `MASKED`, its tile lies fully within the axis.
-    """
+    """Return a listed row's row on the other axis; without `MASKED` its tile is within it."""
     num_tiles = size_other // TILE
     if MASKED:
         num_tiles = tl.cdiv(size_other, TILE)
@@ -110,21 +106,18 @@ def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr
 
 
 def lists_of_keys(operands: AttentionOperands[Tensor]) -> Lists | None:
-    """Return the lists of keys, without numbers."""
     if not isinstance(operands, BlockSparseOperands):
         return None
     return Lists(operands.kv_counts.contiguous(), operands.kv_tiles.contiguous())
 
 
 def lists_of_queries(operands: AttentionOperands[Tensor]) -> Lists | None:
-    """Return the lists of queries, without numbers."""
     if not isinstance(operands, BlockSparseOperands):
         return None
     return Lists(operands.q_counts.contiguous(), operands.q_tiles.contiguous())
 
 
 def with_numbers(lists: Lists | None, spec: AttentionSpec, of_keys: bool) -> Lists | None:
-    """Return lists with their numbers."""
     if lists is None:
         return None
     assert isinstance(spec, BlockSparseSpec)

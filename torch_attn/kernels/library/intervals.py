@@ -35,7 +35,6 @@ def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_of_intervals(rows, BLOCK_OTHER: tl.constexpr):
-    """Return the tiles that rows see, as `visible_tiles` does."""
     begins, ends = rows.begins, rows.ends
     exists = begins < LARGEST_ROW
     begin, end = tl.min(begins, 0), tl.max(ends, 0)
@@ -48,20 +47,17 @@ def tiles_of_intervals(rows, BLOCK_OTHER: tl.constexpr):
 
 @triton.jit
 def in_interval(rows, others):
-    """Return which visited rows each own row sees."""
     other = others.rows[None, :]
     return (other >= rows.begins[:, None]) & (other < rows.ends[:, None])
 
 
 def intervals_of_keys(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
-    """Return each query's interval of keys, or None."""
     if not isinstance(operands, PartialOperands):
         return None
     return RowIntervals(operands.key_begins, operands.key_ends)
 
 
 def intervals_of_queries(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
-    """Return each key's interval of queries, or None."""
     if not isinstance(operands, PartialOperands):
         return None
     return RowIntervals(operands.query_begins, operands.query_ends)

@@ -54,7 +54,6 @@ class Mask(NamedTuple):
 
 
 def mask_of_keys(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
-    """Return a mask for a kernel that visits keys."""
     segments, intervals = visiting_keys(segments_of(operands)), intervals_of_keys(operands)
     lists, tree = lists_of_keys(operands), tree_of(operands, spec)
     ranges = ranges_of(operands)
@@ -62,7 +61,6 @@ def mask_of_keys(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Ma
 
 
 def mask_of_queries(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
-    """Return a mask for a kernel that visits queries."""
     segments, intervals = visiting_queries(segments_of(operands)), intervals_of_queries(operands)
     lists, tree = lists_of_queries(operands), tree_of(operands, spec)
     ranges = ranges_of(operands)
@@ -71,7 +69,6 @@ def mask_of_queries(operands: AttentionOperands[Tensor], spec: AttentionSpec) ->
 
 
 def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:
-    """Return the mask, the last operand, with its lists' numbers."""
     mask = call.layouts[-1]
     lists = with_numbers(mask.lists, call.spec, of_keys)
     return {"mask": mask._replace(lists=lists, q_ranges=with_number(mask.q_ranges, call.spec))}

@@ -22,10 +22,7 @@ class TreeEnds(NamedTuple):
 
 
 class TokenMask(NamedTuple):
-    """Say which keys packed new tokens see besides those of a window; None for what is absent.
-
-    `ends` and `stride` are of `TreeEnds`; `bounds` and `number` of `QueryRanges`.
-    """
+    """What packed new tokens see besides a window: `TreeEnds` and `QueryRanges`, or None."""
 
     ends: Any
     bounds: Any
@@ -43,10 +40,7 @@ def tree_mask(s, ends_ptr, token, new, exists):
 
 @triton.jit
 def tree_words(ends_ptr, token, TOKENS: tl.constexpr):
-    """Return which tokens each row's token sees, as bits of two words; TOKENS is at most 64.
-
-    Tiles of keys then load no ends, whose buffers would take shared memory.
-    """
+    """Return which of up to 64 TOKENS each row sees, as two words: tiles then load no ends."""
     low = _tree_word(ends_ptr, token, 0, TOKENS)
     high = low
     if TOKENS > 32:
@@ -65,7 +59,6 @@ def _tree_word(ends_ptr, token, FIRST: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def tree_mask_of_words(s, words, new, TOKENS: tl.constexpr):
-    """Do what `tree_mask` does, from `tree_words`."""
     word = words[0][:, None]
     if TOKENS > 32:
         word = tl.where(new[None, :] < 32, word, words[1][:, None])
@@ -74,22 +67,18 @@ def tree_mask_of_words(s, words, new, TOKENS: tl.constexpr):
 
 
 def ends_of(operands: DecodeOperands[Tensor]) -> TreeEnds | None:
-    """Return the tree, without its stride."""
     return None if operands.tree_ends is None else TreeEnds(operands.tree_ends)
 
 
 def mask_of(operands: PagedOperands[Tensor]) -> TokenMask:
-    """Return the mask, without numbers."""
     ranges = operands.q_ranges
     return TokenMask(operands.tree_ends, None if ranges is None else ranges.contiguous())
 
 
 def mask_argument(mask: TokenMask, spec: PagedSpec) -> TokenMask:
-    """Return the mask with its numbers."""
     stride = None if mask.ends is None else mask.ends.strides[0]
     return mask._replace(stride=stride, number=tl.constexpr(spec.ranges))
 
 
 def tree_argument(tree: TreeEnds | None) -> TreeEnds | None:
-    """Return the tree with its stride."""
     return None if tree is None else tree._replace(stride=tree.ends.strides[0])

@@ -86,10 +86,7 @@ def tiles_at_edges(position, last_position, first, count, window_left, BLOCK: tl
 
 @triton.jit
 def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
-    """Return a split's tiles of keys begin .. end, as (first, count, total of all splits).
-
-    Splits have equal shares, the last ones less or none.
-    """
+    """Return a split's equal share of tiles begin .. end: (first, count, total of all)."""
     first = begin // BLOCK
     total = tl.cdiv(end, BLOCK) - first
     share = tl.cdiv(total, num_splits)
@@ -114,10 +111,7 @@ def locate_keys(
     BLOCK_KV: tl.constexpr,
     PAST_2G: tl.constexpr,
 ):
-    """Return the pages and slots of keys, 64-bit if PAST_2G.
-
-    Table entries past the last page are not read; page ids are clamped to the pool.
-    """
+    """Return the clamped pages and slots of keys, 64-bit if PAST_2G."""
     offset = tl.arange(0, BLOCK_KV)
     if PAGE_SIZE % BLOCK_KV == 0:
         page = tl.load(table_ptr + start // PAGE_SIZE)
@@ -143,10 +137,7 @@ def load_rows_at(
     FIRST: tl.constexpr = 0,
     STEP: tl.constexpr = 1,
 ):
-    """Load rows ``[*index]``; rows where `is_row` is False give 0.
-
-    The SIZE columns are FIRST, FIRST + STEP, ..., padded with zeros to BLOCK_SIZE.
-    """
+    """Load columns FIRST, FIRST + STEP, ... of rows ``[*index]``; other rows give 0."""
     pointers, mask = rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST, STEP)
     return tl.load(pointers, mask=mask, other=0)
 
@@ -179,10 +170,7 @@ def rows_at(
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return pointers to rows ``[*index]``, and which elements exist.
-
-    `index` has a scalar or a vector for each leading dimension.
-    """
+    """Return pointers to rows ``[*index]``, scalars or vectors, and which elements exist."""
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     offset = index[0] * strides[0]
     for axis in tl.static_range(1, len(index)):
@@ -191,12 +179,10 @@ def rows_at(
 
 
 def strides_of_outputs(layout: Layout) -> StateStrides:
-    """Return strides of outputs, [N, B, S, H, Dv] or without N."""
     *state, batch, token, head, _ = layout.strides
     return StateStrides(*state or (None,), batch, token, head)
 
 
 def strides_of_lses(layout: Layout) -> StateStrides:
-    """Return strides of log-sum-exps, [N, B, H, S] or without N."""
     *state, batch, head, token = layout.strides
     return StateStrides(*state or (None,), batch, token, head)

@@ -14,10 +14,7 @@ _NO_PAGE = tl.constexpr(2147483647)
 
 @triton.jit
 def find_leaders(cache, tiles, first, batch_size, max_pages, TOKENS: tl.constexpr):
-    """Find which of the sequences first .. first + members are the first of a tile.
-
-    Return the sequences; which are the first of a tile of several; and which are alone.
-    """
+    """Return sequences first .., which begin a tile of several, and which are alone."""
     own = first + tl.arange(0, tiles.members)
     other = tl.arange(0, tiles.block_batch)
     page, pages = _begin(cache, other, batch_size, max_pages, TOKENS)
@@ -33,10 +30,7 @@ def find_leaders(cache, tiles, first, batch_size, max_pages, TOKENS: tl.constexp
 
 @triton.jit
 def find_members(cache, tiles, leader, batch_size, max_pages, TOKENS: tl.constexpr):
-    """Return the sequences of the tile that `leader` begins, and how many keys they share.
-
-    The sequences are [members], -1 after the last one.
-    """
+    """Return the sequences of a leader's tile, then -1, and how many keys they share."""
     other = tl.arange(0, tiles.block_batch)
     page, pages = _begin(cache, other, batch_size, max_pages, TOKENS)
     table_ptr = cache.tables + leader.to(tl.int64) * cache.table_stride

@@ -39,7 +39,6 @@ def as_packed(pages: Tensor) -> Tensor:
 
 
 def with_packed_pools(operands: Any, cache: PagedCache) -> Any:
-    """Return a decode's operands with pools as it reads them."""
     if not cache.is_quantized:
         return operands
     v_pages = None if operands.v_pages is None else as_packed(operands.v_pages)
@@ -127,7 +126,6 @@ def load_values(
 
 @triton.jit
 def zero_sums(ROWS: tl.constexpr, SIZE: tl.constexpr, UPCAST: tl.constexpr):
-    """Return the tiles of an empty sum of values."""
     zero = tl.zeros([ROWS, SIZE], tl.float32)
     acc = (zero,)
     if UPCAST is not None:
@@ -156,7 +154,6 @@ def unpack(x, UPCAST: tl.constexpr):
 
 @triton.jit
 def scores(q, k, scale, softcap, SCALE_FIRST: tl.constexpr, added=None):
-    """Return `attention_scores` of all columns."""
     more = None
     for i in tl.static_range(1, len(q)):
         more = tl.dot(q[i], tl.trans(k[i]), more)
@@ -165,7 +162,6 @@ def scores(q, k, scale, softcap, SCALE_FIRST: tl.constexpr, added=None):
 
 @triton.jit
 def add_pv(acc, p, v):
-    """Return acc + p · v; v may have further tiles."""
     if len(acc) == 1:
         acc = (tl.dot(p, v[0], acc[0]),)
     else:
@@ -175,7 +171,6 @@ def add_pv(acc, p, v):
 
 @triton.jit
 def store_out(base, out, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store rows of the output, split as q is."""
     for half in tl.static_range(len(out)):
         store_rows_at(base, out[half], index, strides, is_row, SIZE, BLOCK_SIZE, half, len(out))
 
@@ -196,10 +191,7 @@ def add_stored(
 
 @triton.jit
 def upcast_bytes(x, FLOAT8: tl.constexpr):
-    """Return int8, or a float8_e4m3fn's bits, as float16.
-
-    A float8's bits, shifted to a float16's, give the number times 2^-8.
-    """
+    """Return int8 as float16, or a float8_e4m3fn's shifted bits: the number times 2^-8."""
     if FLOAT8:
         magnitude = x.to(tl.int16) & 0x7F
         bits = (x.to(tl.int16) & 0x80) << 8 | magnitude << 7
@@ -237,10 +229,7 @@ def round_to_integer(x):
 
 @triton.jit
 def quantize(x, scale, dtype: tl.constexpr):
-    """Round x / scale to int8, or to the bits of a float8_e4m3fn (uint8); ties to even.
-
-    A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
-    """
+    """Round x / scale to int8 (NaN to 0), or to bits of a float8_e4m3fn; ties to even."""
     x = tl.div_rn(x.to(tl.float32), scale)
     if dtype == tl.int8:
         x = tl.where(x == x, x, 0.0)

@@ -53,10 +53,7 @@ def keys_in_ranges(ranges, query, is_query, key, is_key):
 
 @triton.jit
 def bounds_of_queries(ranges, query, exists, size):
-    """Return bounds of some queries' ranges of `size` keys, [number] each: any query's, then all's.
-
-    `query` is as in `keys_in_ranges`, [queries].
-    """
+    """Return bounds of some queries' ranges, [number] each: any query's, then all's."""
     number: tl.constexpr = ranges.number
     range_ptr = ranges.bounds + (query[:, None] * number + tl.arange(0, number)[None, :]) * 2
     exists = exists[:, None]
@@ -119,14 +116,12 @@ def _any(x):
 
 
 def ranges_of(operands: AttentionOperands[Tensor]) -> QueryRanges | None:
-    """Return the ranges, without their number, or None."""
     if not isinstance(operands, FlashOperands | VarlenOperands) or operands.q_ranges is None:
         return None
     return QueryRanges(operands.q_ranges.contiguous())
 
 
 def with_number(ranges: QueryRanges | None, spec: AttentionSpec) -> QueryRanges | None:
-    """Return ranges with their number."""
     return ranges and ranges._replace(number=tl.constexpr(spec.ranges))
 
 

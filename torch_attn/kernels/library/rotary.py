@@ -37,7 +37,6 @@ def rotate(x, y, cos, sin):
 
 
 def rotation_argument(rotation: Rotation | None) -> Rotation | None:
-    """Return the angles with their strides."""
     if rotation is None:
         return None
     return rotation._replace(cos_stride=rotation.cos.strides[0], sin_stride=rotation.sin.strides[0])

@@ -10,10 +10,7 @@ from torch_attn.kernels.library.softmax import LOG2E
 def attention_scores(
     a, b, scale, softcap, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, more=None, added=None
 ):
-    """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
-
-    `more` is the product of further columns. `added` terms follow the scale.
-    """
+    """Compute a · bᵀ + more, scaled unless the exponent scales; then terms, then the cap."""
     s = tl.dot(a, tl.trans(b), more, input_precision=PRECISION)
     if SCALE_FIRST:
         s = s * scale
@@ -80,10 +77,7 @@ def tanh(x):
 
 @triton.jit
 def attention_mask(s, position, key, end, window_left, window_right):
-    """Hide keys that a query at `position` does not see, or from `end` on.
-
-    `end` is None if all keys exist, or are not stored.
-    """
+    """Hide keys that a query at `position` does not see, or from `end` on (or None)."""
     if end is not None:
         s = tl.where(key < end, s, float("-inf"))
     if window_left is not None:

@@ -45,10 +45,7 @@ def load_segments(
     ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.constexpr,
     ANY_START: tl.constexpr = False,
 ):  # fmt: skip
-    """Load rows' ids, `PADDING` where there are none, and which are not padding.
-
-    ANY_START: start may be negative.
-    """
+    """Load rows' ids, and which are not padding; ANY_START: start may be negative."""
     rows = start + tl.arange(0, BLOCK)
     in_axis = rows < num_rows
     if ANY_START:
@@ -60,10 +57,7 @@ def load_segments(
 
 @triton.jit
 def meeting_tiles(rows, begin, before, full, after, BLOCK: tl.constexpr):
-    """Narrow the result of `visible_tiles` to tiles that may hold the rows' segments.
-
-    The full ones need no mask for their loads.
-    """
+    """Narrow `visible_tiles` to the rows' segments; full tiles load without a mask."""
     ids, ranges_ptr = rows.ids, rows.ranges
     least = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
     greatest = tl.max(ids, 0)
@@ -109,7 +103,6 @@ def segment_ranges(ids: Tensor) -> Tensor:
 
 
 def segments_of(operands: AttentionOperands[Tensor]) -> Segments | None:
-    """Return the ids, without ranges, or None."""
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
         return None
     assert operands.kv_segment_ids is not None
@@ -117,10 +110,8 @@ def segments_of(operands: AttentionOperands[Tensor]) -> Segments | None:
 
 
 def visiting_keys(segments: Segments | None) -> Segments | None:
-    """Return segments for a kernel that visits keys."""
     return segments and segments._replace(ranges=segment_ranges(segments.kv))
 
 
 def visiting_queries(segments: Segments | None) -> Segments | None:
-    """Return segments for a kernel that visits queries."""
     return segments and segments._replace(ranges=segment_ranges(segments.q))

@@ -116,16 +116,12 @@ def tokens_of_tile(
 
 @triton.jit
 def first_tile(first, sequence, BLOCK: tl.constexpr):
-    """Return a sequence's first tile, from its first row."""
     return first // BLOCK + sequence
 
 
 @triton.jit
 def padded_row(head, num_rows, num_sequences, first, sequence):
-    """Return where a sequence begins in padded lse2 and delta.
-
-    `head` counts the heads of all batch elements, int64.
-    """
+    """Return where a sequence begins in padded lse2 and delta; head, of all elements, is int64."""
     row = head * count_sequence_tiles(num_rows, num_sequences, ROW_PADDING) * ROW_PADDING
     if num_sequences is not None:
         row += first_tile(first, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
@@ -136,10 +132,7 @@ def padded_row(head, num_rows, num_sequences, first, sequence):
 def find_sequence(
     cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = None
 ):
-    """Return the last sequence whose tiles begin at or before `tile`, 0 .. N.
-
-    With ROWS, `tile` counts the tiles after the sequences' first ones.
-    """
+    """Return the last sequence whose tiles begin at or before `tile`; ROWS: of `locate_tokens`."""
     first = 0
     count = num_sequences + 1
     while count > 1:
@@ -161,7 +154,6 @@ def find_sequence(
 
 @triton.jit
 def rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, end_of_padding):
-    """Return a sequence's first row and how many it has."""
     first = tl.load(cu_seqlens_ptr + sequence, mask=sequence > 0, other=0)
     end = tl.load(
         cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=end_of_padding
@@ -172,19 +164,16 @@ def rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, end_of_p
 
 
 def num_sequence_tiles(spec: AttentionSpec, num_rows: int, block: int) -> int:
-    """Return what `count_sequence_tiles` does, for the grid."""
     if isinstance(spec, VarlenSpec):
         return num_rows // block + spec.num_sequences + 1
     return triton.cdiv(num_rows, block)
 
 
 def num_padded_rows(spec: AttentionSpec) -> int:
-    """Return the rows of the backward's row vectors."""
     return num_sequence_tiles(spec, spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
 
 
 def offsets_of(operands: AttentionOperands[Any]) -> Offsets:
-    """Return the offsets of packed sequences."""
     if not isinstance(operands, VarlenOperands):
         return Offsets()
     return Offsets(operands.cu_seqlens_q, operands.cu_seqlens_kv)

@@ -39,10 +39,7 @@ def online_softmax_update(s, m_i, l_i, exp2_scale, ADDED: tl.constexpr = False):
 
 @triton.jit
 def row_statistics(m_i, l_i, ADDED: tl.constexpr = False):
-    """Return the divisor of a row's acc, and its log-sum-exp (natural log).
-
-    A row without a key has lse -inf, and its acc of 0 is divided by 1.
-    """
+    """Return acc's divisor and the natural log-sum-exp: 1 and -inf without a key."""
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     maximum = m_i if ADDED else m_i * LN2
     return l_safe, maximum + tl.log(l_safe)
@@ -63,10 +60,7 @@ def rest_of_lse(lse, m_i, l_safe):
 
 @triton.jit
 def load_lse(lse2_ptr, terms, first, rows):
-    """Load lse2 and rest2 of padded rows.
-
-    They are lse in base 2 and 0; with added terms, lse itself and `rest_of_lse` in base 2.
-    """
+    """Load lse2 and rest2: lse in base 2 and 0, or with terms lse and `rest_of_lse`."""
     rest2 = 0
     if terms.rest2 is not None:
         rest2 = tl.load(terms.rest2 + first + rows)
@@ -87,10 +81,7 @@ def probabilities(s, lse2, rest2, terms, exp2_scale, OF_KEYS: tl.constexpr = Fal
 
 @triton.jit
 def add_sink(sink, m_i, l_i, ADDED: tl.constexpr = False):
-    """Add a logit without a value to a running softmax (Xiao et al. 2023).
-
-    Return (alpha, m_i, l_i), as `online_softmax_update` does.
-    """
+    """Add a logit without a value (Xiao et al. 2023); return (alpha, m_i, l_i)."""
     scale: tl.constexpr = LOG2E if ADDED else 1.0
     sink = sink if ADDED else sink * LOG2E
     m_new = tl.maximum(m_i, sink)

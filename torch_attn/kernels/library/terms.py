@@ -186,10 +186,7 @@ def bias_tile(
     BLOCK_KV: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
 ):
-    """Return the pointers to a tile of a bias, with one row or column for an axis of 1.
-
-    Nonexistent queries get the last query's, nonexistent keys pointers past the end.
-    """
+    """Return pointers to a tile of a bias; missing queries get the last's, missing keys past it."""
     query = tl.minimum(start_q + tl.arange(0, BLOCK_Q), seq_q - 1).to(tl.int64)
     key = start_kv + tl.arange(0, BLOCK_KV)
     if TRANSPOSED:
@@ -218,7 +215,6 @@ def store_bias_tile(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Store a tile of the gradient of a whole bias."""
     tile = bias_tile(dbias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV)
     x = x.to(dbias.entries.dtype.element_ty)
     # Stores without a mask are wide.
@@ -243,7 +239,6 @@ def _relative_scores(row, radius, offset, distance, BLOCK_Q: tl.constexpr, BLOCK
 
 
 def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
-    """Return the terms, without their numbers."""
     if not isinstance(operands, FlashOperands | VarlenOperands):
         return Terms()
     given = operands.relative_bias, operands.alibi_slopes
@@ -281,10 +276,7 @@ def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
 
 
 def is_multiplied(dbias: Bias, q: Tensor) -> bool:
-    """Return True if a bias' gradient, if any, has q's dtype, as products and the store take it.
-
-    TMA stores rows of a multiple of 16 bytes.
-    """
+    """Return True if a bias' gradient, if any, has q's dtype, and rows that TMA stores."""
     values = dbias.entries
     if values is None:
         return True
@@ -298,14 +290,12 @@ def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
 
 
 def with_stride(terms: DecodeTerms) -> DecodeTerms:
-    """Return a decode's terms with their number."""
     slopes = terms.slopes
     of_batch = slopes.strides[0] if slopes is not None and len(slopes.shape) == 2 else 0
     return terms._replace(of_batch=None if slopes is None else of_batch)
 
 
 def terms_argument(call: KernelCall) -> dict[str, Any]:
-    """Return the terms, the last operand but one, with their numbers."""
     terms, spec = call.layouts[-2], call.spec
     radius = of_batch = count = None
     if terms.relative is not None:
@@ -325,7 +315,6 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
 
 
 def with_strides(bias: Bias) -> Bias:
-    """Return a bias with its strides."""
     if bias.entries is None:
         return bias
     sizes = zip(bias.entries.shape, bias.entries.strides, strict=True)

@@ -74,10 +74,7 @@ def visible_tiles(
 
 @triton.jit
 def tiles_between(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
-    """Return what `visible_tiles` does, from bounds.
-
-    Some row sees begin .. end, where `begin` starts a tile; all rows see full_begin .. full_end.
-    """
+    """Return `visible_tiles` from bounds: some row sees begin .. end, all see the full ones."""
     visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
     before = tl.minimum(tl.cdiv(full_begin - begin, BLOCK), visible)
     full = tl.maximum(full_end - begin, 0) // BLOCK - before
@@ -96,7 +93,6 @@ def count_tiles(before, full, after, MASKED: tl.constexpr):
 
 @triton.jit
 def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first row of tile `index` of one kind."""
     if MASKED:
         tile = tl.where(index < before, index, index + full)
     else:
@@ -106,10 +102,7 @@ def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def split_step(step, count, GROUP_SIZE: tl.constexpr):
-    """Return the head of the group and the tile's index, with `count` tiles per head.
-
-    A compiler may hoist this out of a loop without steps, so `count` may be 0.
-    """
+    """Return a step's head and tile; `count` may be 0 where a compiler hoists this."""
     if GROUP_SIZE == 1:
         member, index = 0, step
     else:
@@ -140,10 +133,7 @@ def load_tile(
     MASK_ROWS: tl.constexpr,
     exists=None,
 ):
-    """Load rows of a [num_rows, SIZE] matrix, with columns padded with zeros to a power of two.
-
-    With MASK_ROWS, rows past `num_rows` give 0, or those where `exists` [BLOCK_ROWS] is False.
-    """
+    """Load rows of a [num_rows, SIZE] matrix, padded; MASK_ROWS: missing rows give 0."""
     BLOCK_SIZE: tl.constexpr = padded_head_dim(SIZE)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, BLOCK_SIZE)[None, :]

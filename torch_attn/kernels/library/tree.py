@@ -135,14 +135,12 @@ def tree_ranges(ends: Tensor, reach: Tensor | None) -> Tensor:
 
 
 def ends_of(operands: AttentionOperands[Tensor]) -> Tensor | None:
-    """Return the ends of keys, or None."""
     if not isinstance(operands, FlashOperands | VarlenOperands) or operands.kv_ends is None:
         return None
     return operands.kv_ends.contiguous()
 
 
 def depths_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Depths | None:
-    """Return the depths that the window counts, or None."""
     if spec.depth_window is None:
         return None
     assert isinstance(operands, FlashOperands | VarlenOperands)
@@ -155,7 +153,6 @@ def depths_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Depth
 def tree_of(
     operands: AttentionOperands[Tensor], spec: AttentionSpec
 ) -> tuple[Tree | None, Depths | None]:
-    """Return the ends of keys, and the depths, or None."""
     ends = ends_of(operands)
     if ends is None:
         return None, None

@@ -143,10 +143,7 @@ def copy_rows(
     BLOCK_PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Copy rows, with the first PAIRS pairs of columns rotated, and quantised if there is a scale.
-
-    `reads` and `writes` say which rows; a row that is not read is 0.
-    """
+    """Copy rows, PAIRS pairs rotated, quantised if there is a scale; 0 for those not in `reads`."""
     if cos is None:
         x = load_rows_at(source, source_index, source_strides, reads, SIZE, BLOCK_SIZE)
         store_new(target, x, scale, target_index, target_strides, writes, SIZE, BLOCK_SIZE, 0, 1)
@@ -197,7 +194,6 @@ def store_new(
 def append_kv(
     operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
 ) -> Tensor | None:
-    """Launch `append_kv_kernel`; return the rotated queries, contiguous, or None."""
     pools = (None if x is None else as_bits(x) for x in (operands.k_pages, operands.v_pages))
     bits = operands._replace(**dict(zip(("k_pages", "v_pages"), pools, strict=True)))
     q = operands.q

@@ -169,10 +169,7 @@ def join_prefix(
     cascade, keys, rows, lse_row, out_row, is_row, acc, m_i, l_i, SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Merge a running softmax with the ones over a prefix's keys; return acc, m_i and l_i.
-
-    lse_row and out_row are acc's rows in maxima and sums, and in accs, which have `rows` a state.
-    """
+    """Merge a running softmax with the ones over a prefix's keys; return acc, m_i and l_i."""
     size: tl.constexpr = SIZE * len(acc)
     for state in tl.range(0, splits_with_keys(0, keys, cascade.num_states, cascade.block_kv)):
         at = tl.cast(state, tl.int64) * rows
@@ -193,10 +190,7 @@ def join_prefix(
 def attend_to_shared_pages(
     operands: DecodeOperands[Tensor], spec: DecodeSpec, block_kv: int, backend: Backend
 ) -> tuple[Cascade, CascadeTiles] | None:
-    """Launch `shared_pages_kernel`; None if a cascade gains nothing for these shapes.
-
-    `block_kv` is the decode's. An 8-bit pool is packed.
-    """
+    """Launch `shared_pages_kernel`; None if it gains nothing; block_kv: the decode's."""
     tile = cascade_tile(spec)
     if tile is None:
         return None
@@ -237,7 +231,6 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def cascade_argument(cascade: Cascade | None, tiles: CascadeTiles) -> Cascade | None:
-    """Return a cascade with its numbers."""
     if cascade is None:
         return None
     return cascade._replace(

@@ -23,7 +23,6 @@ from twin_attention.targets.family import Backend
 
 @triton.jit
 def _load_lse(lses_ptr, part, num_states, stride):
-    """Load log-sum-exps; a nonexistent part has -inf."""
     return tl.load(lses_ptr + part * stride, mask=part < num_states, other=float("-inf"))
 
 
@@ -114,7 +113,6 @@ def combine_bwd_kernel(
 def combine_bwd(
     dout: Tensor, dlse: Tensor | None, outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Launch `combine_bwd_kernel`."""
     douts, dlses = outs.new_empty(outs.shape), lses.new_empty(lses.shape)
     operands = (dout, dlse, outs, lses, douts, dlses)
     launch("combine", combine_bwd_kernel, _prepare, operands, spec, backend)

@@ -240,7 +240,6 @@ def flash_bwd_dkdv_kernel(
 
 
 def prepare_dq(call: KernelCall) -> Prepared:
-    """Prepare the launch of `flash_bwd_dq_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim)
@@ -250,7 +249,6 @@ def prepare_dq(call: KernelCall) -> Prepared:
 
 
 def prepare_dkdv(call: KernelCall) -> Prepared:
-    """Prepare the launch of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     programs = programs_of_sm(call.config.block_kv, spec.head_dim, spec.head_dim_v)

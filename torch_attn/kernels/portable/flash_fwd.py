@@ -133,7 +133,6 @@ def _begin_rows(
     sinks_ptr, row_max_ptr, lse_ptr, carry_ptr, rows, seq_q, heads_q, HEAD_DIM_V: tl.constexpr,
     ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the initial m_i, l_i and acc: of the sink or the carry, if there is one."""
     BLOCK_Q: tl.constexpr = rows.rows.shape[0]
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
@@ -211,7 +210,6 @@ def launch_forward(
     carry: Tensor | None = None,
     rest: Tensor | None = None,
 ) -> None:
-    """Launch `flash_fwd_kernel` on given outputs."""
     mask = mask_of_keys(operands, spec)
     terms = terms_of(operands, spec)._replace(rest=rest)
     tensors = (*operands[:3], operands.sinks, out, lse, row_max, carry, terms, mask)
@@ -227,10 +225,7 @@ def launch_forward(
 
 
 def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
-    """Return the register limit of a thread, or None.
-
-    At head size 64, 128 registers suffice and let four programs share an SM.
-    """
+    """Return a thread's register limit or None: 128 at head size 64, for four programs."""
     size = max(spec.head_dim, spec.head_dim_v)
     is_near = target == "sm90" and spec.dtype_bits == 16 and spec.softcap is None
     hides = spec.segmented or spec.tree or spec.ranges or isinstance(spec, BlockSparseSpec)

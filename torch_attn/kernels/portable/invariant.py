@@ -230,7 +230,6 @@ def _fold(m_i, l_i, acc, m_span, l_span, acc_span):
 def _store_rows(
     sinks_ptr, out_ptr, lse_ptr, head, at, at_lse, is_row, m_i, l_i, acc, SIZE: tl.constexpr
 ):
-    """Store out and lse of running softmaxes, with the sinks. A sum of 0 has no sign."""
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
         m_new = tl.maximum(m_i, sink * LOG2E)
@@ -249,10 +248,7 @@ def merge_spans_kernel(
     out_ptr, lse_ptr, parts, sinks_ptr, num_spans, tokens, HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_SPANS: tl.constexpr,
 ):  # fmt: skip
-    """One program merges the `SpanParts` of one row of out [B, S, H, Dv] from left to right.
-
-    A part whose maximum is -inf has no keys: its other numbers were not written.
-    """
+    """One program merges a row's `SpanParts` from left to right; those at -inf were not written."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     spans = tl.arange(0, BLOCK_SPANS)
     at = spans * parts.num_rows + tl.program_id(0)
@@ -283,7 +279,6 @@ def flash_fwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> None:
-    """Launch `invariant_kernel` on given outputs of `flash_fwd`."""
     keys = Cache(operands.k, operands.v, None, None, None, None)
     tensors = operands.q, keys, offsets_of(operands), operands.sinks, out, lse, row_max, None
     launch("flash_fwd", invariant_kernel, _prepare_flash, tensors, spec, backend)

@@ -31,10 +31,7 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
-    """Return the carry, and dk and dv, float32 and contiguous; dout, out and lse are over all keys.
-
-    dq is added in place to the carry of the previous call, or None.
-    """
+    """Add dq to the carry in place; return it, and dk and dv, float32; out is over all keys."""
     q, k, v = operands[:3]
     if carry is None:
         rows = (spec.batch, spec.heads_q, num_padded_rows(spec))

@@ -173,7 +173,6 @@ def _fetch_both(
     tile, tile_v, slot, base, base_v, strides, strides_v, mask, rows, start, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr, MASKED: gl.constexpr, ASYNC: gl.constexpr,
 ):  # fmt: skip
-    """Fetch visited rows of k and v, or of q and dout."""
     fetch_visited(tile, slot, base, strides.row, mask, rows, start, HEAD_DIM, MASKED, ASYNC)
     fetch_visited(tile_v, slot, base_v, strides_v.row, mask, rows, start, HEAD_DIM_V, MASKED, ASYNC)
 
@@ -394,7 +393,6 @@ def _order_as_registers(x):
 
 @gluon.jit
 def load_sum(base, start, num_rows, ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load what `add_to_sum` stores."""
     start, num_rows = start.to(gl.int64), num_rows.to(gl.int64)
     x = ()
     for i in gl.static_range(num_pieces(SIZE)):
@@ -412,7 +410,6 @@ def _load_piece(base, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.conste
 
 
 def _prepare_dq(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_dq_kernel`."""
     mask = listed_argument(call, of_keys=True)
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
@@ -420,7 +417,6 @@ def _prepare_dq(call: KernelCall) -> Prepared:
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     mask = listed_argument(call, of_keys=False)
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)

@@ -191,12 +191,7 @@ def flash_fwd_kernel(
 def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Launch `flash_fwd_kernel`.
-
-    Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous; without B for
-        packed sequences.
-    """
+    """Launch `flash_fwd_kernel`; return out and lse as the portable `flash_fwd`, contiguous."""
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
@@ -207,7 +202,6 @@ def flash_fwd(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_fwd_kernel`."""
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)

@@ -52,7 +52,6 @@ ITEMS_OF_SECTIONS = 24
 def _own_passes(
     spec: AttentionSpec, backend: Backend, device: torch.device, members: int
 ) -> OwnPasses:
-    """Return which passes the kernel of dk and dv runs itself."""
     columns = sum_columns(spec.head_dim)
     if "bias" in spec.terms and columns + sum_columns(spec.head_dim_v) > COLUMNS_BESIDE_BIAS:
         return OwnPasses()

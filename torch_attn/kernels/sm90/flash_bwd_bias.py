@@ -131,10 +131,7 @@ def flash_bwd_bias_kernel(
 
 @gluon.jit
 def _locate_tile(item, numbers, window_left, window_right):
-    """Return element, head, first query, first key, how many heads to add, and whether to mask.
-
-    There are 0 heads where the tile is not visible.
-    """
+    """Return element, head, first query and key, heads to add (0 if hidden), whether to mask."""
     seq_q, seq_kv, diagonal, heads_q, shared_heads, shared, _num_items = numbers
     tiles_kv = gl.cdiv(seq_kv, 128)
     tiles = gl.cdiv(seq_q, 128) * tiles_kv

@@ -166,8 +166,7 @@ def consume_queries(kernel, CONSUMER: gl.constexpr):
 def _start_item(kernel, keys, tile, step, turn, CONSUMER: gl.constexpr):
     """Wait for an item's keys, values and first queries; return (held, s), () for either.
 
-    held: rows of k and v as left operands, so that only q and dout are read from shared memory. s:
-    k·qᵀ of the first tile.
+    held: rows of k and v as left operands in registers. s: k·qᵀ of the first tile.
     """
     k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = kernel.tiles
     k_full, v_full, kv_read, q_full, do_full = kernel.barriers

@@ -24,10 +24,7 @@ BOX_SIZE = gl.constexpr(1024)
 
 
 class Piece(NamedTuple):
-    """The rows of a piece, numbered over all heads, to the end of the head or sequence.
-
-    end_of_queries: the same, but the padding behind packed sequences has no queries.
-    """
+    """The rows of a piece, over all heads; end_of_queries: without packed sequences' padding."""
 
     batch: Any
     head: Any
@@ -80,10 +77,7 @@ def locate_piece(batch, head, index, pieces, problem):
 
 @gluon.jit
 def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
-    """Store lse2 and delta of a piece; return how many boxes of out and dout it loads.
-
-    One stage of staging's sums holds a box of each. step: over all boxes.
-    """
+    """Store lse2 and delta of a piece; return how many boxes of out and dout it loads."""
     WIDTH: gl.constexpr = _box_columns(SIZE)
     HEIGHT: gl.constexpr = _box_rows(WIDTH)
     ACROSS: gl.constexpr = padded_head_dim(SIZE) // WIDTH  # boxes, which are loaded ahead
@@ -149,10 +143,7 @@ def _store_lse2(statistics, piece, problem):
 
 @gluon.jit
 def _store_delta(staging, statistics, piece, problem):
-    """Store ``rowsum(dout ∘ out) - dlse``, 0 where a row does not exist.
-
-    In padding dout counts as 0; in a row that saw no key dlse does.
-    """
+    """Store delta: 0 in missing rows; dout is 0 in padding, dlse in rows without a key."""
     rows = gl.arange(0, PIECE, _rows_layout())
     delta = staging.delta.load(_rows_layout())
     delta = gl.where(rows < piece.end_of_queries - piece.first, delta, 0.0)
@@ -166,7 +157,6 @@ def _store_delta(staging, statistics, piece, problem):
 
 @gluon.jit
 def _load_lse(statistics, piece, problem):
-    """Return rows from 0 on, which of them exist, and their lse; +inf for the others."""
     rows = gl.arange(0, PIECE, _rows_layout())
     exists = rows < piece.end - piece.first
     lse = gl.load(statistics.lse + _first_row(piece, problem) + rows, exists, other=float("inf"))

@@ -22,10 +22,7 @@ from twin_attention.targets.steps import steps_of_queries
 
 @triton.constexpr_function
 def q_stages(head_dim, head_dim_v, is_packed):
-    """Return for how many items shared memory holds q, dout and out.
-
-    With two, the next rows arrive early; packed sequences are slower.
-    """
+    """Return how many items' q, dout and out fit in memory; with two, packed ones are slower."""
     columns = sum(column_pieces(head_dim)) + sum(column_pieces(head_dim_v))
     return 2 if columns <= 128 and not is_packed else 1
 

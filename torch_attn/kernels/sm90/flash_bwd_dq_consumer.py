@@ -155,10 +155,7 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
 
 @gluon.jit
 def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.constexpr):
-    """Compute packed ds of a tile of keys while ds·k of the previous one runs; return it and dq.
-
-    index, step: the tile's, in the item, and over all items.
-    """
+    """Compute packed ds of a tile of keys while ds·k of the previous one runs; return it and dq."""
     q_tile, do_tile, out_tile, k_tile, v_tile = kernel.tiles
     _q_full, _do_full, _out_full, _q_read, k_full, v_full = kernel.barriers
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -267,7 +264,6 @@ def _consume_ds(kernel):
 
 @gluon.jit
 def _clear_own(tile, full, problem, queries, place, slot, phase):
-    """Clear rows of another sequence or of padding in a tile of q or dout."""
     if problem.segments is not None:
         padded = rows_have_padding(queries.work.visits[0])
         clear_padding(
@@ -300,10 +296,7 @@ def _load_lse(kernel, queries):
 
 @gluon.jit
 def _row_statistics(kernel, queries, place, lse, slot_q, phase):
-    """Compute and store the rows' `RowStatistics` or, for a part, load them.
-
-    delta is ``rowsum(dout ∘ out) - dlse``. lse2 is +inf where a row saw no key or does not exist.
-    """
+    """Compute and store the rows' `RowStatistics` or, for a part, load them."""
     problem, work, rows = kernel.problem, queries.work, queries.rows
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     ADDS: gl.constexpr = adds_terms(
@@ -445,7 +438,6 @@ def _dot_loaded(
     SIZE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Return the product of each row of a tile with that of a matrix in memory."""
     dot = gl.zeros([64], gl.float32, LAYOUT)
     for i in gl.static_range(len(tile)):
         dot += _dot_loaded_piece(

@@ -166,10 +166,7 @@ def consume(kernel, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _consume_queries(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of dk or dv of each item.
-
-    `kernel.results` are the gradient's descriptors, the tile from which it is stored, and `Halves`.
-    """
+    """Compute 64 rows of dk or dv of each item; results: maps, a tile and `Halves`."""
     IS_DK: gl.constexpr = len(kernel.tiles.v) > 0
     SIZE: gl.constexpr = kernel.head_dim if IS_DK else kernel.head_dim_v
     step = 0  # counted over all items

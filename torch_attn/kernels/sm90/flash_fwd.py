@@ -167,11 +167,7 @@ def flash_fwd_kernel(
 def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, ...]:
-    """Return out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
-
-    As lse follow `rest_of_lse` if there are terms, and each row's largest score if the problem asks
-    for it. Packed sequences have no B.
-    """
+    """Return out, lse, and all that the portable `flash_fwd` returns, contiguous."""
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)

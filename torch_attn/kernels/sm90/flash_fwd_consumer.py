@@ -169,7 +169,6 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _compute_ahead(kernel, exists, CONSUMER: gl.constexpr):
-    """Return q·kᵀ of the first item's first tile."""
     q_tile, k_tile, _v_tile, _out_tile, _bias_tile = kernel.tiles
     q_full, _q_read, k_full, _v_full = kernel.barriers
     READERS: gl.constexpr = 128 * (kernel.block_q // 64) + 32
@@ -186,10 +185,7 @@ def _compute_ahead(kernel, exists, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _visit_keys(kernel, softmax, queries, ahead, q_slot, step, turn, CONSUMER: gl.constexpr):
-    """Visit an item's tiles of keys; return (packed, m_i, l_i, acc, step).
-
-    ahead: q·kᵀ of the first tile, or (). packed: p of the last tile, which is not in acc.
-    """
+    """Visit an item's tiles of keys; return (packed, m_i, l_i, acc, step); acc lacks packed, p."""
     _begin, before, full, after = queries.work.visits
     packed, m_i, l_i, acc = _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER)
     index = 1
@@ -253,10 +249,7 @@ def _visit(
     kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, MASKED: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Compute p of a tile of keys while p·v of the previous one runs; return packed, m_i, l_i, acc.
-
-    index, step: the tile's, in the item, and over all items.
-    """
+    """Compute p of a tile of keys while p·v of the previous one runs."""
     q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, _q_read, k_full, v_full = kernel.barriers
     NUM_CONSUMERS: gl.constexpr = kernel.block_q // 64
@@ -428,7 +421,6 @@ def _load_keys(kernel, queries, index, start, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _terms_of_tile(kernel, queries, start_kv, WHOLE: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """Return the tile's `TileTerms`; WHOLE: as in `load_bias`."""
     layout: gl.constexpr = product_layout(BLOCK_KV)
     rows, bias = queries.work.rows, 0
     if kernel.terms.bias.entries is not None and kernel.terms.bias.boxes is None:

@@ -37,10 +37,7 @@ class Results(NamedTuple):
 
 @gluon.jit
 def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
-    """Return m_i, l_i and acc before the first tile of keys, and which rows start from a carry.
-
-    Without carries the last is 0.
-    """
+    """Return the first m_i, l_i and acc, and which rows start from a carry, or 0."""
     layout: gl.constexpr = product_layout(BLOCK_KV)
     start = 0.0 if softmax.bounded else float("-inf")
     m_i = gl.full([64], start, gl.float32, queries.rows.type.layout)
@@ -61,7 +58,6 @@ def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _load_part(kernel, queries, m_i, l_i):
-    """Return what `start_rows` does with a carry."""
     work, heads = queries.work, kernel.problem.heads_q
     end, rows = work.rows.end, queries.rows
     carried = kernel.results.lse + (work.batch * heads + work.head).to(gl.int64) * end + rows
@@ -81,10 +77,7 @@ def _load_part(kernel, queries, m_i, l_i):
 
 @gluon.jit
 def store_statistics(kernel, queries, m_i, l_i, factor, SINK_LAST: gl.constexpr):
-    """Store a row's statistics; return the factor and the divisor of acc.
-
-    factor: what the caller applies to acc in any case. SINK_LAST: the maximum excludes the sink.
-    """
+    """Store a row's statistics; return acc's factor, applied in any case, and divisor."""
     work, rows = queries.work, queries.rows
     ADDED: gl.constexpr = kernel.results.rest is not None
     row_max = m_i

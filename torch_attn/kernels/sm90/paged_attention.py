@@ -233,7 +233,6 @@ def _produce(
 def _load_queries(
     maps, tile, slot, token, head_kv, full, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr
 ):
-    """Load 64 rows from a token on; `full` expects their bytes already."""
     for i in gl.static_range(num_pieces(SIZE)):
         box = tile[i].index(slot).reshape([64 // GROUP_SIZE, GROUP_SIZE, piece_width(SIZE, i)])
         load_box(maps[i], [token, head_kv * GROUP_SIZE, piece_start(SIZE, i)], full, box)
@@ -378,7 +377,6 @@ def _store_piece(out_ptr, x, row, is_row, FIRST: gl.constexpr, SIZE: gl.constexp
 def paged_attention(
     operands: PagedOperands[Tensor], spec: PagedSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, both contiguous."""
     q = operands.q
     out = q.new_empty((spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = q.new_empty((spec.heads_q, spec.tokens), dtype=torch.float32)
@@ -416,7 +414,6 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def _query_maps(layout: Layout, group_size: int) -> tuple[TensorMap, ...]:
-    """Return descriptors of boxes of 64 rows, which are tokens of a GQA group."""
     return tuple(
         TensorMap.of_boxes(
             layout.operand, layout.shape, layout.strides, (64 // group_size, group_size, width),

@@ -89,11 +89,7 @@ class Keys(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Hold what a consumer needs for all items, constants last as in the forward.
-
-    results: what the consumer stores. members: query heads of a kv head that an item visits. fused:
-    dq is added as well.
-    """
+    """Hold what a consumer needs, constants last; fused: dq is added as well."""
 
     tiles: Any
     barriers: Any
@@ -192,7 +188,6 @@ def locate_keys(
 
 @gluon.jit
 def head_index(item, place, problem):
-    """Return an item's head of all, as items count them."""
     index = place.head
     if problem.intervals is None and not are_counted(problem.num_sequences, problem.tiles):
         num_tiles = gl.cdiv(problem.size, 128)
@@ -369,8 +364,8 @@ def produce_queries(
 def clear_queries(kernel, keys, tile, full, first, index):
     """Clear rows of another sequence or of padding in a tile of queries or dout.
 
-    No product is in flight here; otherwise the compiler would wait for each. first: the item's
-    first step. index: the tile's in the item; one past the last means the last.
+    No product is in flight here; otherwise the compiler would wait for each. index: one past the
+    last means the last.
     """
     STAGES: gl.constexpr = tile[0].shape[0]
     BLOCK_Q: gl.constexpr = tile[0].shape[3]
@@ -390,10 +385,7 @@ def clear_queries(kernel, keys, tile, full, first, index):
 
 @gluon.jit
 def clear_keys(kernel, keys, tile, slot, full, phase):
-    """Clear rows of another sequence or of padding in 64 rows of keys or values.
-
-    Keys that no query sees may be NaN as well; their gradient is 0.
-    """
+    """Clear rows of others, of padding or of unseen keys, which may be NaN, in 64 rows."""
     start = keys.rows.start + slot % 2 * 64
     if kernel.problem.segments is not None:
         padded = rows_have_padding(keys.visits[0])
@@ -469,10 +461,7 @@ def exponents_of_keys(
 
 @gluon.jit
 def exponents_of_step(kernel, keys, s, step, index, MASKED: gl.constexpr):
-    """Return `exponents_of_keys` and `TileTerms` for a step in a kernel of dk or dv.
-
-    Without values no other product reads the queries, and they are reported as read.
-    """
+    """Return `exponents_of_keys` and `TileTerms`; without values, report the queries as read."""
     BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
     layout: gl.constexpr = product_layout(BLOCK_Q)
     slot = step % kernel.tiles.q[0].shape[0]
@@ -495,11 +484,7 @@ def persistent_keys(
     is_counted: bool = False,
     has_sections: bool = False,
 ) -> Prepared:
-    """Return `persistent` for a kernel whose items are tiles of keys.
-
-    members: query heads that an item visits: all of a GQA group, or one. ragged: hide missing keys
-    in every tile.
-    """
+    """Return `persistent` for tiles of keys; members: query heads that an item visits."""
     spec = call.spec
     steps, heads = items_of_keys(spec, call.config, members)
     hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.hides_by_data

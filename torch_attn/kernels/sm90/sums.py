@@ -79,10 +79,7 @@ def _nth(values, index):
 
 @gluon.jit
 def allocate_ds(DTYPE: gl.constexpr, BLOCK_Q: gl.constexpr, STORED: gl.constexpr):
-    """Allocate ds of this and the previous tile of queries, by halves of keys.
-
-    STORED: queries down, as boxes that TMA stores; otherwise keys down.
-    """
+    """Allocate ds of two tiles of queries, by halves of keys; STORED: queries down, as boxes."""
     if STORED:
         ds_buffer = gl.allocate_shared_memory(DTYPE, [4, 1, 1, BLOCK_Q, 64], box_layout(64))
     else:

@@ -23,11 +23,7 @@ from torch_attn.kernels.library.tiles import visible_tiles
 
 
 class Work(NamedTuple):
-    """A tile of queries of a head, and the tiles of keys that it visits.
-
-    visits: begin, before, full and after of `visible_tiles` or `kept_tiles`; where nothing is
-    visible there is one masked tile, so that each consumer has one.
-    """
+    """A head's tile of queries; visits: begin, before, full and after, one masked tile if none."""
 
     batch: Any
     head: Any
@@ -37,11 +33,7 @@ class Work(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A consumer's 64 rows of an item.
-
-    position, right: of the rows; with intervals the first key that each row sees, and how many
-    follow it.
-    """
+    """A consumer's 64 rows: position, right; with intervals, first keys and how many follow."""
 
     work: Any
     first: Any
@@ -117,10 +109,7 @@ def own_queries(kernel, item, place, CONSUMER: gl.constexpr, BLOCK_KV: gl.conste
 
 @gluon.jit
 def clear_visited(tiles, full, step, problem, queries, index, start):
-    """Clear rows of other sequences and of padding in visited tiles.
-
-    step, index: over all items, and in the item. start: the tile's first key.
-    """
+    """Clear rows of other sequences and of padding in visited tiles; start: the first key."""
     has_padding = False
     if problem.segments is not None:
         begin, before, _full, _after = queries.work.visits

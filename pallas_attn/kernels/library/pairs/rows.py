@@ -64,7 +64,6 @@ def own_queries(mask, place, seq_q, seq_kv, block):
 
 
 def own_keys(mask, place, group_size, seq_q, seq_kv, block):
-    """Return the keys of a program; place: its tile, kv head and batch element."""
     tile, head, batch = place
     # Most queries see the first keys, which come first.
     tile = count_sequence_tiles(seq_kv, mask.offsets.num_sequences, block) - 1 - tile

@@ -10,11 +10,7 @@ from pallas_attn.kernels.library.tree import in_branch
 
 
 def pair_scores(a, b, mask, terms, rule, rows, others, window, masked, of_keys=False):
-    """Compute a tile's scores, and the derivative of the cap, or 1; both are float32.
-
-    All that changes or hides a score is applied here. a and b are the own and the visited rows of q
-    and k, or of k and q if of_keys.
-    """
+    """Compute a tile's scores, with all that changes or hides them, and the cap's derivative."""
     added = added_scores(terms, rows, others, masked or of_keys, of_keys)
     s = attention_scores(
         a, b, rule.scale, rule.softcap, rule.scale_first, None, rule.precision, added

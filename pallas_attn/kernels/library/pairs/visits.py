@@ -95,10 +95,7 @@ class Visits(NamedTuple):
 
 
 class GroupVisits(NamedTuple):
-    """The tiles of queries that see a tile of keys, of all query heads of a kv head.
-
-    of_all: the tiles before a list narrows them. start: the first key.
-    """
+    """The tiles of queries, of a group's heads, that see a tile of keys; of_all: before a list."""
 
     of_all: Visits
     lists: Lists
@@ -155,7 +152,6 @@ def _window_tiles(rows, left, right, block):
 
 
 def _seen_tiles(mask, rows, visible, block):
-    """Return which tiles the window and segments show; with ranges, all that segments show."""
     size = rows.size_other
     if mask.q_ranges.bounds is not None:
         visible = Visible(0, 0, cdiv(size, block), 0)

@@ -93,7 +93,6 @@ def rows_at(
     mask, batch, element, head, start, end, first, first_other, size_other, diagonal,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the `Rows` from `start` on."""
     rows = start + tl.arange(0, BLOCK)
     ids, exists, ids_other, ranges, begins, ends = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
@@ -109,7 +108,6 @@ def rows_at(
 
 @triton.jit
 def load_own(pointer, strides, mask, rows, rule, SIZE: tl.constexpr):
-    """Load the rows of one operand."""
     exists = None
     if mask.segments is not None:
         exists = rows.exists

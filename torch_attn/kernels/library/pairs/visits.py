@@ -123,7 +123,6 @@ def _seen_tiles(mask, rows, left, right, BLOCK_OTHER: tl.constexpr, OF_KEYS: tl.
 
 @triton.jit
 def first_key(mask, queries, tiles, index, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first key of tile `index` of `next_run`."""
     if mask.tree is None and mask.q_ranges is None:
         row = first_row(mask, queries, tiles, index, BLOCK_KV, MASKED)
     else:
@@ -133,7 +132,6 @@ def first_key(mask, queries, tiles, index, BLOCK_KV: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def first_row(mask, rows, tiles, index, BLOCK_OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first row of tile `index`, of those with a mask, or without."""
     row = tiles.begin + index * BLOCK_OTHER
     if mask.q_ranges is None:
         row = tile_start(index, tiles.begin, tiles.before, tiles.full, BLOCK_OTHER, MASKED)
@@ -155,7 +153,6 @@ def load_keys(
     MASKED: tl.constexpr,
     ANY_START: tl.constexpr = False,
 ):
-    """Load a tile of keys; return it, and its `Visited`."""
     keys = _visited(mask, queries, queries.head, start_kv, 0, BLOCK_KV, ANY_START)
     k = load_values(k_base, STRIDE, mask, keys, rule, HEAD_DIM, MASKED, ANY_START)
     return k, keys
@@ -174,7 +171,6 @@ def load_queries(
     HEAD_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load a tile of a head's queries; return it, and its `Visited`."""
     queries = _visited(mask, keys, head, start_q, keys.first_other, BLOCK_Q)
     return load_values(q_base, STRIDE, mask, queries, rule, HEAD_DIM, MASKED), queries
 
@@ -203,7 +199,6 @@ def load_values(
     MASKED: tl.constexpr,
     ANY_START: tl.constexpr = False,
 ):
-    """Load v, or dout, of a visited tile."""
     exists = None
     if ANY_START or mask.segments is not None:
         exists = others.exists
