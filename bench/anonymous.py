@@ -41,7 +41,7 @@ def _cleaned(fields: dict[str, Any], names: re.Pattern[str] | None) -> dict[str,
 
 
 def clean(text: str, names: re.Pattern[str] | None = None) -> str:
-    """Return a text without paths, serial numbers, addresses and these names.
+    """Return a text without private parts, as in the example.
 
     >>> clean("no /home/jo/lib/libcuda.so for GPU-01234567-89ab-cdef-0123-456789abcdef")
     'no [path] for [number]'

@@ -28,7 +28,6 @@ class Change(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """The distance between the ranges over the earlier median; 0 if they meet."""
         (low, high), (other_low, other_high) = self.before.range, self.after.range
         return max(0.0, low - other_high, other_low - high) / self.before.median
 

@@ -76,10 +76,7 @@ def dilated_flops(case: DilatedCase) -> tuple[int, int]:
 
 
 def dilated_check(case: DilatedCase, operation: str, tensors: list[Tensor]) -> Check:
-    """Return a check of all rows of the first and the last head.
-
-    One rate is 1, and kv heads are not shared.
-    """
+    """Return a check of the first and the last head; one rate is 1, and kv heads are not shared."""
     from twin_attention.interop.parity.check import check_of
 
     q, k, v, dout = tensors
@@ -141,7 +138,6 @@ def _evaluate(
 
 
 def _kept(x: Tensor, pair: Dilation, head: int) -> Tensor:
-    """Return a view of the tokens of [B, S, ...] that a head keeps, [B · segments, kept, ...]."""
     segments = x.shape[1] // pair.segment_length
     kept = x.unflatten(1, (segments, pair.kept, pair.rate))[:, :, :, head % pair.rate]
     return kept.view(-1, *kept.shape[2:])

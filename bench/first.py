@@ -31,8 +31,6 @@ _WITHOUT = ("JAX_COMPILATION_CACHE_DIR",)
 
 @dataclass(frozen=True)
 class FirstCallJob:
-    """The first calls of one implementation on one case, by `turns` processes in turn."""
-
     problem: FlashCase
     subject: Entry
     turns: int = TURNS
@@ -71,7 +69,6 @@ class FirstCallJob:
         ]
 
     def _run(self) -> dict[str, float]:
-        """Return the seconds of each step in two new processes."""
         with TemporaryDirectory() as folder:
             first, second = (self._process(folder) for _ in range(2))
         return first | {f"second {step}": second[step] for step in ("forward", "backward")}

@@ -17,8 +17,6 @@ Timer = Callable[["Mapping[Entry, Callable[[], Any]]"], "Mapping[Entry, Timing]"
 
 
 class Entry(NamedTuple):
-    """An implementation and its target, which is None for a peer."""
-
     implementation: str
     target: str | None = None
 
@@ -30,12 +28,10 @@ class Entry(NamedTuple):
 class Call(NamedTuple):
     """One implementation on a job's tensors.
 
-    Attributes:
-        run: launches and does not wait.
-        result: the arrays to check, from what `run` returned; None if they are not the problem's
-            result.
-        saved: bytes of a forward's output and saved activations, None if unknown.
-        planned: returns the bytes that its compiler planned; None if the timer sees them.
+    run: launches and does not wait.
+    result: the arrays to check; None if they are not the problem's result.
+    saved: bytes of a forward's output and saved activations.
+    planned: returns the bytes that its compiler planned; None if the timer sees them.
     """
 
     run: Callable[[], Any]
@@ -48,12 +44,9 @@ class Call(NamedTuple):
 class Job:
     """Several implementations of one operation on the same tensors.
 
-    Attributes:
-        flops, bytes: of one call, the least; 0 for no rate.
-        factories: make each implementation's call from the tensors, or raise `Absent`.
-        check: from the tensors, a function of a result: its worst error over its budget.
-        reads, writes: `bytes` by direction, for suites that show them.
-        time: None for the run's own timer.
+    flops, bytes: of one call, the least; 0 for no rate.
+    factories: make a call from the tensors, or raise `Absent`.
+    check: a function of a result: its worst error over its budget.
     """
 
     case: dict[str, Any]

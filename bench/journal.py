@@ -28,8 +28,6 @@ _MEASURED, _RUNNING = "measured.jsonl", "running.jsonl"
 class Journal:
     """Records of a run that outlive its process, if there is a folder.
 
-    measured: earlier processes' records, by key.
-    crashed: those records among them that name a crash.
     suspects: keys of what ran together when a process ended.
     """
 
@@ -45,7 +43,6 @@ class Journal:
         self.measured = {record.key: record for record in self._load(_MEASURED)}
 
     def begin(self, records: Iterable[Record]) -> None:
-        """Note what runs next, to which a crash is due."""
         if self.folder is not None:
             (self.folder / _RUNNING).unlink(missing_ok=True)
             append(self.folder / _RUNNING, records)
@@ -62,7 +59,6 @@ class Journal:
 
 
 def start_of_run() -> float:
-    """Return when this process's run began, by `time.monotonic`."""
     return float(os.environ.get(STARTED, time.monotonic()))
 
 

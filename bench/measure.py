@@ -32,12 +32,7 @@ _LOG_WIDTH = 160  # of tables where nothing says how wide the output is
 
 
 class Setting(NamedTuple):
-    """Where a run measures, and where its records go.
-
-    card: the card's size and limits, None for a CPU.
-    path: file that records are appended to, or None.
-    memory: fraction of the GPU's memory for an implementation, or None.
-    """
+    """Where a run measures; `memory` is a fraction of the GPU's, for an implementation."""
 
     device: str
     facts: dict[str, str]
@@ -53,10 +48,7 @@ def open_journal() -> Journal:
 
 
 def prepare(refuse: Refuse, device: str = "cuda", memory_cap: float | None = None) -> Setting:
-    """Let the frameworks share the card; refuse, by a parser's `error`, if nothing can be timed.
-
-    memory_cap: GiB for an implementation, or None.
-    """
+    """Let the frameworks share the card, or refuse; `memory_cap` is GiB for an implementation."""
     # JAX, when it starts, must not reserve most of the shared card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     memory = _memory_fraction(refuse, memory_cap)
@@ -121,10 +113,7 @@ def measure(
     deadline: float = math.inf,
     quiet: bool = False,
 ) -> int:
-    """Measure a suite's jobs after the device's peaks; return the exit code.
-
-    log: CSV file for samples of clocks and power.
-    """
+    """Measure a suite's jobs after the device's peaks; return the exit code."""
     import torch
 
     from bench.peaks import peak_jobs

@@ -38,11 +38,7 @@ NAMES = {*FAMILY_NAMES, "torch triton graph", *PEERS}
 
 
 class Part(NamedTuple):
-    """Some problems of a suite.
-
-    until: the share of the whole time by which they are done.
-    cases: names, in order; None for all.
-    """
+    """Some problems of a suite, done by `until`, a share of the whole time."""
 
     suite: str
     until: float

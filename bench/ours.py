@@ -38,7 +38,6 @@ VARIANTS = {
     "torch triton compiled": ("torch_attn", "triton"),
 }
 NAMES = FAMILY_NAMES | VARIANTS
-# Kernels of the other side.
 FOREIGN_NAMES = {
     "jax gluon": ("pallas_attn", "gluon"),
     "jax torch_triton": ("pallas_attn", "torch_triton"),
@@ -78,7 +77,6 @@ def range_factories(targets: Sequence[str]) -> dict[Entry, Factory]:
 
 
 def score_factories(targets: Sequence[str]) -> dict[Entry, Factory]:
-    """Without variants."""
     keys = filter(has_kernels, product(CHOSEN_NAMES, targets))
     return _factories(partial(_or_absent, _scores), keys)
 
@@ -104,7 +102,6 @@ def kernels_of(name: str) -> tuple[str, str]:
 
 
 def has_chunks(name: str, spec: PagedSpec, target: str) -> bool:
-    """Return True if a family has kernels for this `paged_attention`."""
     return any(x.supports("paged_attention", spec, target) is None for x in _families(name))
 
 
@@ -255,10 +252,7 @@ def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: Dec
 
 
 def for_target(call: Call, target: str) -> Call:
-    """Run a call always with the target's kernels.
-
-    JAX may compile at any call, for example after an import has changed its settings.
-    """
+    """Run a call with the target's kernels: JAX may compile at any call."""
 
     def run() -> Any:
         with use_target(target):

@@ -16,8 +16,6 @@ from twin_attention.interop.parity.records import CaseResult
 
 @dataclass(frozen=True)
 class ParityJob:
-    """One case of parity: both frameworks, in each family that has kernels for it."""
-
     problem: Case
     subjects: Sequence[Entry]
     device: str = "cuda"

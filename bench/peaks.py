@@ -14,12 +14,7 @@ _BYTES = 2**30  # of what is read or copied: many times any L2
 
 
 class Datasheet(NamedTuple):
-    """Peak dense rates of a device, as NVIDIA gives them.
-
-    tflops: 10^12 bfloat16 or float16 tensor core operations per second.
-    gigabytes_per_second: of device memory.
-    gigahertz: boost clock of the SMs; Hopper's follows from its rate and tensor cores.
-    """
+    """Peak dense rates of a device, as NVIDIA gives them; Hopper's clock follows from its rate."""
 
     tflops: float
     gigabytes_per_second: float
@@ -91,11 +86,7 @@ def _copy(_: None) -> Call:
 
 @dataclass(frozen=True)
 class Peak:
-    """A peak rate of the device.
-
-    measured: by torch's own kernel in the same run, if any; no bound.
-    datasheet: None if unknown.
-    """
+    """A peak rate of the device; `measured` by torch in the same run is no bound."""
 
     name: str
     unit: str

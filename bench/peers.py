@@ -27,7 +27,6 @@ def attention(
     name: str, case: AttentionCase, operation: str, tensors: Sequence[Tensor],
     wrap: Callable[[Attend], Attend] = lambda attend: attend, **options: Any,
 ) -> Call:  # fmt: skip
-    """A library's attention; options are those of its `make`."""
     library = _claimed(name, case)
     if operation != "forward" and not library.has_gradients:
         raise Absent("its package has the forward only")
@@ -126,7 +125,6 @@ def padded(
 
 
 def _claimed(name: str, case: AttentionCase | DecodeCase) -> Any:
-    """Return a library that claims a case."""
     from twin_attention.interop.parity.subjects.libraries import LIBRARIES
 
     if reason := LIBRARIES[name].supports(case):

@@ -135,7 +135,6 @@ def varied_terms(case: AttentionCase) -> tuple[str, ...]:
 
 
 def constants_of(case: AttentionCase, device: Any) -> dict[str, Tensor]:
-    """Return a case's ALiBi slopes and dropout seed by name, if any."""
     import torch
 
     found = {}
@@ -200,10 +199,7 @@ def absent(reason: str, *_: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class DecodeTensors:
-    """Arguments of a `paged_decode` or `paged_attention`, as `interop/parity/inputs.py` makes them.
-
-    The shapes are those of `twin_attention.contract.operands`; what is not used is None.
-    """
+    """Arguments of a `paged_decode` or `paged_attention`; what is not used is None."""
 
     q: Tensor
     k_pages: Tensor
@@ -226,7 +222,6 @@ def fitted(case: DecodeCase) -> DecodeCase:
 
 
 def decode_tensors(case: DecodeCase, device: str = "cuda") -> DecodeTensors:
-    """Return the tensors of `case`; the pool does not grow with the tables' capacity."""
     from torch.nn.functional import pad
 
     from twin_attention.interop.parity.inputs import make_inputs

@@ -49,7 +49,6 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """The distance between the rounds, as a fraction of the median."""
         return (self.slowest - self.fastest) / self.median
 
     @property
@@ -62,30 +61,23 @@ class Times:
 
 @dataclass(frozen=True)
 class Record:
-    """One implementation on one case.
+    """One implementation on one case; what is measured is None unless the status is "ok".
 
-    Attributes:
-        case: its fields, with "name".
-        operation: "forward", "backward", "both", "decode" or "append"; of training also "optimizer"
-            and "step" (all three), of models "generate"; "peak" is a rate of the device (see
-            `bench.peaks`); "parity" compares with the reference, untimed.
-        implementation: framework and kernel family, such as "torch triton"; or a peer's name.
-        target: None for a peer.
-        status: "planned" until it is measured; "absent" if the peer is not installed or does not do
-            the case; "refused by parity" if the result is wrong; "skipped" if time was up.
-        message: the error behind the status.
-        times: device time of a call. This and what follows is None unless the status is "ok".
-        span, host, kernels: as in `bench.timing.Timing`.
-        events: milliseconds by CUDA events, a cross-check of `span`.
-        tflops: 10^12 operations per second, of the pairs that the mask keeps.
-        bytes_per_second, reads, writes: least traffic over `times`; its bytes by direction.
-        error: the worst error over its budget.
-        memory: bytes that a call adds at its peak; of training, all bytes at the peak.
-        held: bytes of a forward's output and saved activations.
-        steps: milliseconds of each training step; the first compiles.
-        timeline: bytes by category over a training step.
-        judged: see `bench.training.programs.JudgedModel.judge`.
-        gpu, card: see `bench.sampling`.
+    operation: "forward", "backward", "both", "decode" or "append"; of training also "optimizer"
+    and "step" (all three), of models "generate"; "peak" is a rate of the device, and
+    "parity" is untimed.
+    target: None for a peer.
+    status: "planned" until it is measured; "absent" if the peer does not do the case.
+    message: the error behind the status.
+    span, host, kernels: as in `bench.timing.Timing`.
+    events: milliseconds by CUDA events, a cross-check of `span`.
+    tflops: of the pairs that the mask keeps.
+    bytes_per_second, reads, writes: least traffic.
+    error: the worst error over its budget.
+    memory: bytes that a call adds at its peak; of training, all bytes.
+    held: bytes of a forward's output and saved activations.
+    steps: milliseconds of each training step; the first compiles.
+    timeline: bytes by category over a training step.
     """
 
     suite: str
@@ -144,13 +136,11 @@ class Record:
 
     @property
     def run(self) -> str:
-        """Return what records must share to be compared: card, versions and commit."""
         shared = [self.device, self.card, self.versions, self.commit]
         return json.dumps(shared, sort_keys=True)
 
     @property
     def measurement(self) -> str:
-        """Return what was measured, without device, versions and commit."""
         case = LATER_FIELDS | self.case
         measured = [self.suite, case, self.operation, self.implementation, self.target]
         return json.dumps(measured, sort_keys=True)

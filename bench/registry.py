@@ -25,8 +25,6 @@ Column = str | Callable[[Record], Any]  # a field of the case, or a function of 
 
 
 class Texts(NamedTuple):
-    """What a suite is about, and the title of its tables with the note below it."""
-
     about: str
     title: str
     note: str
@@ -38,8 +36,6 @@ ON_CPU = ("end-to-end", "hugging-face", "memory")  # run a tiny model there
 
 
 class Suite(Protocol):
-    """The interface of a suite's module."""
-
     COLUMNS: Mapping[str, Column]
 
     def jobs(self, targets: Sequence[Any]) -> list[Any]: ...

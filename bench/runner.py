@@ -37,10 +37,7 @@ AnyJob = Job | TrainingJob | ParityJob | FirstCallJob
 
 
 class Instruments(NamedTuple):
-    """The functions that use the device: a timer, a wait for a result, a sampler.
-
-    limit: of an implementation's memory during its first call.
-    """
+    """The functions that use the device; `limit` bounds the memory of a first call."""
 
     time: Timer
     wait: Callable[[Any], object]
@@ -63,12 +60,9 @@ def run_suite(
 ) -> int:
     """Measure every job and print the table; return the exit code.
 
-    Args:
-        origin: the fields that all records share.
-        resume: reuse the measurements in `path`, but try failures again.
-        log: CSV file for samples of clocks and power.
-        deadline: by `time.monotonic`. A job is skipped if one as long as the longest so far would
-            end after it.
+    resume: reuse the measurements in `path`, but try failures again.
+    deadline: by `time.monotonic`. A job is skipped if one as long as the longest so far would
+    end after it.
     """
     records = {}
     if resume and path is not None and path.exists():
@@ -124,7 +118,6 @@ def run_suite(
 
 
 def _apart(todo: dict[Any, Record], suspects: set[str]) -> list[dict[Any, Record]]:
-    """Return the groups to measure together: each suspect alone, all others together."""
     alone = [{part: record} for part, record in todo.items() if record.key in suspects]
     together = {part: r for part, r in todo.items() if r.key not in suspects}
     return [together, *alone] if together else alone
@@ -197,7 +190,6 @@ def _prepare(
     check: Check | None,
     instruments: Instruments,
 ) -> tuple[Record, Run | None]:
-    """Make a call and check its result; return None if the record says why not."""
     limit = nullcontext if record.operation == "peak" else instruments.limit
     try:
         with limit():

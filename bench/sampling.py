@@ -98,7 +98,6 @@ class Sampler:
 
 
 def log_path(records: Path, suite: str) -> Path:
-    """Return where `python -m bench all` keeps a suite's samples."""
     return records.with_name(f"{stem(records)}-{suite}-gpu.csv")
 
 
@@ -148,10 +147,7 @@ def nvml_reader() -> Callable[[], Sample] | None:
 
 
 def card() -> dict[str, Any]:
-    """Return size, limits and driver of torch's current GPU; None for the unknown.
-
-    Memory is in GiB, shared memory in bytes of a block, and clocks are the highest.
-    """
+    """Return size, limits and driver of torch's current GPU, memory in GiB; None if unknown."""
     import torch
 
     has: Any = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -39,14 +39,11 @@ _ESTIMATING, _WARMUP_MS = 6, 5  # calls of do_bench for an estimate, and how lon
 class Timing:
     """The measurements of one call.
 
-    Attributes:
-        busy: time in which at least one of its kernels runs, copies and casts included; of
-            `time_host` the same as `host`.
-        span: from the start of its first kernel to the end of its last one; None of `time_host`.
-        host: until it returns on the host, without the profiler.
-        kernels: names of its kernels, in order; none of `time_host`.
-        events: milliseconds by CUDA events; None for JAX, and for very short or long calls.
-        memory: bytes that it adds at its peak; None for JAX.
+    busy: while at least one of its kernels runs; of `time_host` the same as `host`.
+    span: from the start of its first kernel to the end of its last one.
+    host: until it returns on the host, without the profiler.
+    events: milliseconds by CUDA events; None for JAX, and for very short or long calls.
+    memory: bytes that it adds at its peak; None for JAX.
     """
 
     busy: Times
@@ -58,12 +55,7 @@ class Timing:
 
 
 class Plan(NamedTuple):
-    """The counts of a turn of one call.
-
-    fills: before each call.
-    queued: do not wait for the fills.
-    rest: seconds before a turn.
-    """
+    """The counts of a turn of one call; `queued` calls do not wait for the fills."""
 
     warmup: int
     repeats: int
@@ -175,7 +167,6 @@ def split(trace: Iterable[Kernel], repeats: Sequence[int]) -> list[list[list[Ker
 
 
 def covered(kernels: Iterable[Kernel]) -> float:
-    """Return the microseconds in which at least one kernel runs."""
     total, until = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, kernel.end - max(kernel.start, until))
@@ -207,7 +198,6 @@ def _host_turn(call: Run, wait: Wait, repeats: int) -> float:
 
 
 def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
-    """Plan the calls that take `round_ms` on the host's clock."""
     result = call()
     queued = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(result))
     wait(result)

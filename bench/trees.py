@@ -80,7 +80,6 @@ def separate(case: TreeCase, tensors: Sequence[Tensor]) -> tuple[list[Tensor], T
 
 
 def joined(case: TreeCase, results: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tree's results [1, S, H, D] from those of `separate`."""
     import torch
 
     out, *gradients = results
@@ -93,12 +92,10 @@ def joined(case: TreeCase, results: Sequence[Tensor]) -> list[Tensor]:
 
 
 def separate_pairs(case: TreeCase) -> int:
-    """Count the visible pairs of the separate paths, in all heads."""
     return case.heads_q * sum(len(path) * (len(path) + 1) // 2 for path in case.paths)
 
 
 def _first_copies(case: TreeCase, device: Any) -> Tensor:
-    """Return where each token first occurs in the packed paths, [S] int64."""
     import torch
 
     _, first = np.unique(np.concatenate(case.paths), return_index=True)

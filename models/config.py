@@ -87,8 +87,6 @@ class ModelConfig:
 
 
 class Size(NamedTuple):
-    """A row of `SIZES`; d_ff is the GELU form's."""
-
     vocab_size: int
     d_model: int
     d_ff: int

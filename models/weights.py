@@ -57,7 +57,6 @@ def as_torch(state: nnx.State) -> dict[str, Tensor]:
 
 
 def _flax_name(layer: Any) -> str:
-    """Return Flax's name for the ``weight`` of torch's layer."""
     if layer == "embed":
         return "embedding"
     return "scale" if layer.endswith("norm") else "kernel"

@@ -35,10 +35,7 @@ _collected: ContextVar[list[Lowered] | None] = ContextVar("collected", default=N
 
 
 def note_lowered(results: Sequence[Any]) -> None:
-    """Hand a lowered kernel to `lowered_kernels`, or compile it in a thread.
-
-    `results` are those of the operation that calls it.
-    """
+    """Hand a lowered kernel to `lowered_kernels`, or compile it in a thread."""
     try:
         call = results[0].owner
         config = call.attributes["mhlo.backend_config"]
@@ -64,13 +61,10 @@ def lowered_kernels() -> Iterator[list[Lowered]]:
 
 
 def compile_beside(kernel: Lowered, device: Device) -> Future[None]:
-    """Compile a kernel in a thread while JAX lowers what follows it.
+    """Compile a kernel in a thread while JAX lowers what follows it; return a future.
 
-    XLA compiles a program's kernels one after the other, once all are lowered. The thread compiles
-    a program of this kernel alone, for a CUDA device of the same compute capability. The plugin
-    keeps what it has compiled, so XLA finds the kernel there.
-
-    Returns a future. Errors show when XLA compiles the kernel again.
+    XLA compiles a program's kernels one after the other. The plugin keeps what this thread has
+    compiled, so XLA finds it there, and reports its errors.
     """
     return _threads().submit(_compile, kernel, device)
 

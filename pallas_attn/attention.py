@@ -13,11 +13,7 @@ from twin_attention.contract.operands import CONSTANTS, WIDENED, describe_operan
 
 
 class Attention(NamedTuple):
-    """A public attention function, which returns out and lse.
-
-    `check` takes described operands and checked options, and returns the problem; `run` takes
-    operands, problem, implementation and return_lse.
-    """
+    """A public attention function, which returns out and lse."""
 
     operands: type[Any]
     check_options: Callable[..., Any]
@@ -38,7 +34,6 @@ class Attention(NamedTuple):
         return self.run(alike(given), spec, implementation, options[-1])
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
-        """Check a public call; return operands and problem."""
         operands = _ready(self.operands(*map(arguments.pop, self.operands._fields)))
         checked = self.check_options(**arguments)
         return operands, self.check(describe_operands(operands, operand), checked)

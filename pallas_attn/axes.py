@@ -49,10 +49,7 @@ Division = Mapping[str, tuple[str, ...]]  # the mesh axes that divide a letter's
 
 
 def axes_of(operation: str, args: tuple[Any, ...]) -> tuple[list[str], list[str]] | None:
-    """Return the axes of each array of an operation's arguments, and of its results.
-
-    An optional array has an entry as well. None is returned for an operation that is not divided.
-    """
+    """Return the axes of an operation's arguments and results; None if it is not divided."""
     if operation == "combine":
         return [".b.h.", ".bh."], ["b.h.", "bh."]
     operands = next((x for x in args if type(x) in _OPERANDS), None)
@@ -83,11 +80,7 @@ def divide(
     mesh: Mapping[str, int],
     spec: Spec,
 ) -> Division:
-    """Return how devices divide an operation whose arrays lie over a mesh as `specs` say.
-
-    The first array that is divided along a letter's axis decides. The kv heads are divided with the
-    query heads, or stay whole if they are fewer than the devices.
-    """
+    """Return how devices divide an operation; the first array divided along a letter decides."""
     found: dict[str, tuple[str, ...]] = {}
     for names, shape, parts in zip(axes, shapes, specs, strict=True):
         for letter, size, part in zip(names, shape, (*parts, *[None] * len(shape)), strict=False):
@@ -107,7 +100,6 @@ def divide(
 
 
 def _heads(spec: Spec) -> tuple[int, int]:
-    """Return query heads and kv heads."""
     if isinstance(spec, MergeSpec):
         return spec.heads, spec.heads
     if isinstance(spec, AppendSpec):
@@ -129,8 +121,6 @@ def partition(axes: str, division: Division) -> PartitionSpec:
 
 
 def of_device(spec: Spec, division: Division, mesh: Mapping[str, int]) -> Spec:
-    """Return a device's problem."""
-
     def part(letter: str, size: int) -> int:
         return max(1, size // prod(mesh[x] for x in division.get(letter, ())))
 

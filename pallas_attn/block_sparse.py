@@ -1,5 +1,3 @@
-"""The public function of block-sparse attention: check the arguments, choose the code, run it."""
-
 from __future__ import annotations
 
 from typing import Any, Literal, overload
@@ -124,7 +122,6 @@ def block_sparse_attention(
 def _operands(
     q: Any, k: Any, v: Any, block_mask: Any, sinks: Any
 ) -> BlockSparseOperands[jax.Array]:
-    """Return the operands as the kernels take them: the mask as lists."""
     if not isinstance(block_mask, BlockMask):
         described = operand("block_mask", block_mask), operand("q", q), operand("k", k)
         check_kept_tiles(*described)

@@ -1,5 +1,3 @@
-"""The public functions of decoding: attention over a paged cache, writing it, merging results."""
-
 from __future__ import annotations
 
 from typing import Any, Literal, TypeVar, Unpack, overload

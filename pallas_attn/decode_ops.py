@@ -32,9 +32,6 @@ def attend(
     implementation: Implementation | None,
     return_lse: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute attention of new tokens over a paged cache, as `paged_decode` and `paged_attention`
-    do.
-    """
     backends = choose_backends(implementation, _name(spec), device_of(operands.q), spec)
     out, lse = _attend(operands, spec, backends)
     return (out, lse) if return_lse else out
@@ -68,10 +65,7 @@ def _name(spec: DecodeSpec) -> str:
 def append(
     operands: AppendOperands[jax.Array], spec: AppendSpec, backends: Backends
 ) -> tuple[jax.Array, ...]:
-    """Return the pools with new tokens written, and the rotated queries if there are any.
-
-    The pools take the given pools' memory if XLA may write there.
-    """
+    """Return the pools, in their own memory if XLA may write there, and rotated queries, if any."""
     k_new, v_new, q = operands.k_new, operands.v_new, operands.q
     if k_new.ndim == 3 and not spec.packed:
         new = {"k_new": k_new, "v_new": v_new, "q": q}

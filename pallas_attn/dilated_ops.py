@@ -34,10 +34,7 @@ def place(
     heads_kv: int,
     rows: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    """Put the calls' results at their tokens' places; see the twin.
-
-    Where a head keeps nothing, lse is -inf and out is 0.
-    """
+    """Put the calls' results at their tokens' places; elsewhere lse is -inf and out is 0."""
     (batch, tokens), heads = rows, states[0][0].shape[2]
     outs, lses = [], []
     for call, (out, lse) in zip(calls, states, strict=True):

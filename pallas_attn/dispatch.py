@@ -30,13 +30,10 @@ LOGGER = logging.getLogger(families.PACKAGE)
 
 
 class Backends(NamedTuple):
-    """The backend of each platform; a key of every cache of traced code.
+    """The backend of each platform, and changes of `use_configs`; a key of traced code's caches.
 
-    Attributes:
-        cuda: on CUDA devices.
-        elsewhere: on other platforms. For a requested family without an interpreter it is `cuda`,
-            and JAX then refuses to lower it there; so with `batch_invariant`.
-        changes: the changes of `use_configs` around the call.
+    For a requested family without an interpreter `elsewhere` is `cuda`, and JAX then refuses to
+    lower it there; so with `batch_invariant`.
     """
 
     cuda: Backend
@@ -44,11 +41,7 @@ class Backends(NamedTuple):
     changes: tuple[Change, ...] = ()
 
     def of_backward(self, implementation: Implementation | None, spec: AttentionSpec) -> Backends:
-        """Return the backends of this forward's backward.
-
-        Raises:
-            NotImplementedError: the requested family does not support the backward.
-        """
+        """Return the backends of this forward's backward."""
 
         def again(backend: Backend) -> Backend:
             if not backend.runs_kernels:
@@ -61,7 +54,6 @@ class Backends(NamedTuple):
 
 
 def check_implementation(implementation: Implementation | None) -> None:
-    """Refuse what is neither None nor the name of a family (ValueError)."""
     check_choice("implementation", implementation, IMPLEMENTATIONS)
 
 
@@ -96,15 +88,7 @@ def choose_backends(
     spec: Spec,
     only_own: bool = False,
 ) -> Backends:
-    """Choose what runs a problem on each platform; `only_own` as in `choose`.
-
-    The operands' device, None if not known yet, decides the target.
-
-    Raises:
-        ValueError: no such implementation.
-        NotImplementedError: a family that does not support the problem, or a CUDA device that
-            nothing can be compiled for.
-    """
+    """Choose what runs a problem on each platform; `device` is None if not known yet."""
     check_implementation(implementation)
     target = None if implementation == "reference" else target_of(device)
     on_cuda = bool(cuda_devices()) if device is None else device in cuda_devices()
@@ -143,7 +127,6 @@ def describe_choice(
 def log_choice(
     implementation: Implementation | None, operation: str, device: Device | None, spec: Spec
 ) -> None:
-    """Log what runs an operation, once, if the logger of this package is at debug level."""
     if LOGGER.isEnabledFor(logging.DEBUG):
         log_once(LOGGER, operation, spec, describe_choice(implementation, operation, device, spec))
 

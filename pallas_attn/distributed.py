@@ -215,7 +215,6 @@ PROBLEMS[context_attention] = problem_of_context  # of `explain`
 
 
 def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, implementation):
-    """Run the function inside `shard_map`, on arrays of all ranks' tokens."""
     tokens, rows = PartitionSpec(None, axis_name), PartitionSpec(None, None, axis_name)
 
     def on_rank(q, k, v, sinks):
@@ -260,11 +259,7 @@ class _RankCall(NamedTuple):
     def hops(
         self, operation: str, q: Array, k: Array, v: Array
     ) -> Iterator[tuple[Hop | None, PartialOperands]]:
-        """Yield each hop and its operands, None for the keys of all ranks at once.
-
-        The order is the twin's. A rank that needs no keys at some distance gets zeros, which its
-        queries do not see.
-        """
+        """Yield each hop and its operands, zeros if a rank needs none; None for all ranks' keys."""
         plan, window = self.plan, self.options.window
         seen = intervals_of(*plan.bounds(window), np.arange(plan.seq_len))
         # One entry past the last token, for the keys that pad all ranks to equal numbers.
@@ -280,11 +275,7 @@ class _RankCall(NamedTuple):
             yield hop, PartialOperands(q, keys[0], keys[1], *intervals(hop))
 
     def intervals(self, in_sequence: Intervals, positions: Array, hop: Hop | None) -> Intervals:
-        """Return which keys of a hop this rank's queries see; for None, which keys of all ranks.
-
-        `in_sequence` says which tokens each token sees, with an entry past the last that sees none;
-        `positions` are those of each rank's tokens.
-        """
+        """Return which keys of a hop this rank's queries see; for None, which keys of all ranks."""
         plan, rank = self.plan, lax.axis_index(self.axis_name)
         seen = [x[positions[rank]] for x in in_sequence[:2]]
         seeing = [x[:-1] for x in in_sequence[2:]]
@@ -302,8 +293,7 @@ class _RankCall(NamedTuple):
     def is_mapped(self) -> bool:
         """Return True if `vmap` makes the ranks.
 
-        There a permutation moves all ranks' arrays or fails, and JAX does not tell a backward the
-        size of the axis, which gathers and scatters ask for.
+        There JAX does not tell a backward the size of the axis, which gathers and scatters ask for.
         """
         return self.axis_name not in jax.sharding.get_abstract_mesh().axis_names
 
@@ -368,9 +358,8 @@ def _on_each_platform(
 ) -> Any:
     """Run all hops; for None, use `torch_attn`'s kernels on CUDA where they are faster.
 
-    All hops share one choice, because a family's backward reads what its last hop left. Ranks made
-    by `vmap` run families of `pallas_attn`, because JAX does not differentiate an exchange among
-    them inside a branch.
+    All share one choice, because a family's backward reads what its last hop left. Not for ranks
+    made by `vmap`: JAX does not differentiate an exchange among them in a branch.
     """
     if problem.implementation is None and not problem.is_mapped:
         q, k, v = jax.tree.leaves(operands)[:3]

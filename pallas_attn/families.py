@@ -12,10 +12,7 @@ _IN_JAX = "twin_attention.interop.kernels.in_jax"
 
 
 def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support every problem, if JAX and Triton have the kernels' names.
-
-    The interpreter needs no names of the compiler.
-    """
+    """Support every problem, if JAX and Triton have the kernels' names."""
     reason = invariant.rounds_by_shape(operation, spec, target)
     reason = reason or family.import_error(f"pallas_attn.kernels.portable.{operation}")
     if reason is None and target is not None:
@@ -24,10 +21,9 @@ def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | No
 
 
 def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM80 kernels cover, if JAX's Mosaic GPU has their names.
+    """Support what the kernels cover, if JAX's Mosaic GPU has their names.
 
-    Every machine asks, since JAX traces for CUDA on each. An older JAX is detected by its version;
-    with a newer one, tracing needs this import anyway.
+    Every machine asks, so an older JAX is detected by its version, without an import.
     """
     return (
         sm80.supports(operation, spec, target)
@@ -40,10 +36,7 @@ def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str
 
 
 def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM90 kernels cover; see `_mosaic_sm80_supports`.
-
-    A JAX array has no strides: its rows lie one after the other, at multiples of 16 bytes.
-    """
+    """Support what the SM90 kernels cover; a JAX array's rows lie at multiples of 16 bytes."""
     return (
         sm90.supports(operation, spec, target)
         or sm90.mosaic_leaves(operation, spec)

@@ -45,10 +45,7 @@ def attention(
     implementation: Implementation | None,
     return_lse: bool,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Compute attention on checked operands as the public functions return it.
-
-    Whether lse is an output is static, so a backward without an lse gradient does not read one.
-    """
+    """Compute attention on checked operands; whether lse is an output is static."""
     backends = choose_backends(implementation, "flash_fwd", device_of(operands.q), spec)
     operands = once(operands, spec.function)
     # Inside `shard_map`, JAX takes no symbolic zeros: all operands get gradients.

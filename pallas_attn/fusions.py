@@ -37,11 +37,7 @@ def whole_fusions() -> Iterator[None]:
 
 
 def fusion(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `whole_fusions` keep calls of a function whole; elsewhere calls are unchanged.
-
-    The operation's parameters are the function's name, its arguments with an `Operand` for each
-    array, and the types of its results.
-    """
+    """Let `whole_fusions` keep calls of a function whole; elsewhere calls are unchanged."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

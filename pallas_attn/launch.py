@@ -30,10 +30,7 @@ Place = Callable[[Any], tuple[Any, ...]]  # a program's place in the grid, from 
 
 
 def flash_arguments(spec: AttentionSpec, interpreted: bool = False) -> dict[str, Any]:
-    """Return the arguments that describe a problem to flash attention kernels.
-
-    In Pallas's interpreter products are IEEE, whatever the problem's precision.
-    """
+    """Return the arguments that describe a problem; in Pallas's interpreter products are IEEE."""
     rule = spec.scores
     return {
         "seq_q": spec.seq_q,
@@ -94,7 +91,6 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
 
 
 def of_all(x: Any) -> pl.BlockSpec | None:
-    """Read `x` whole in every program."""
     return block_spec(x, _in_grid, *(ALL,) * 4)
 
 

@@ -36,10 +36,7 @@ _recorded: ContextVar[_Recorded | None] = ContextVar("recorded", default=None)
 
 @dataclass(frozen=True)
 class TritonCompilerParams:
-    """Compiler parameters of a `pallas_call` that the `triton` package compiles.
-
-    `config` gives the warps and the pipeline's depth; `target` is "sm80" or "sm90".
-    """
+    """Compiler parameters of a `pallas_call` that the `triton` package compiles."""
 
     config: KernelConfig
     target: str
@@ -80,7 +77,6 @@ def _lower(
     name,
     **_,
 ):
-    """The lowering rule of a `pallas_call` with `TritonCompilerParams`."""
     for argument, value in (("mesh", mesh), ("metadata", metadata)):
         if value:
             fail(NotImplementedError, argument, "nothing with TritonCompilerParams", value)

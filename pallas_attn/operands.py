@@ -1,5 +1,3 @@
-"""Arrays as the argument checks and the choice of code see them."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""The public function of paged attention: any number of new tokens over a paged cache."""
-
 from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload

@@ -97,7 +97,6 @@ def _is_none(x: Any) -> bool:
 def _device_program(
     operation: _Operation, division: Division, mesh: Mapping[str, int]
 ) -> Callable[..., list[Array | None]]:
-    """Return a function of a device's arrays, which returns its results."""
     shares = shares_kv_heads(division)
     own = of_device(operation.spec, division, mesh)
 

@@ -1,5 +1,3 @@
-"""A JAX device's target, number of SMs and shared memory."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -56,8 +54,7 @@ def cuda_devices() -> Sequence[Device]:
 def compiled_for() -> Device | None:
     """Return a device to compile kernels for before XLA chooses one, or None.
 
-    It is None without a CUDA device, if devices differ, and where a card is `described`. It is also
-    None in one of several processes, which must compile the same programs together.
+    It is None in one of several processes, which must compile the same programs together.
     """
     if _described.get() is not None:
         return None
@@ -71,10 +68,6 @@ def target_of(device: Device | None) -> str:
 
     If `device` is no CUDA device, it is that of the process's first one; without any, the target
     that was asked for, or "sm80".
-
-    Raises:
-        ValueError: the target that was asked for does not exist.
-        NotImplementedError: a CUDA device that nothing can be compiled for.
     """
     cuda = cuda_devices()
     if not cuda:

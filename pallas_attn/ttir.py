@@ -20,8 +20,7 @@ from twin_attention.targets.kernels import KernelConfig
 class _TextSource(triton_compiler.ASTSource):
     """A module in Triton's language as text.
 
-    ``triton.compile("file.ttir")`` takes one too, but skips the passes over Triton IR, which among
-    other things fold ``acc + dot(a, b)`` into one operation.
+    ``triton.compile("file.ttir")`` skips passes that fold ``acc + dot(a, b)``.
     """
 
     def __init__(self, name: str, text: str) -> None:
@@ -44,11 +43,7 @@ class _TextSource(triton_compiler.ASTSource):
 
 
 def compile_text(name: str, text: str, config: KernelConfig, target: str, capability: int) -> Any:
-    """Compile the module `text`, whose function is `name`.
-
-    `capability` is what to assemble for, not below the target's; `config` gives the warps and the
-    pipeline's depth.
-    """
+    """Compile the module `text`, whose function is `name`; assemble it for `capability`."""
     return triton.compile(
         _TextSource(name, text),
         target=triton_backend.GPUTarget("cuda", capability, 32),

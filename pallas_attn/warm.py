@@ -19,11 +19,6 @@ from twin_attention.targets.warm import CallText
 
 
 def compile_call(call: CallText) -> None:
-    """Compile a call, and its gradients.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: what the call raises.
-    """
     arrays = {}
     for name, (shape, dtype) in call.operands.items():
         try:

@@ -33,7 +33,6 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 def ask(folder: Path, address: str, page: str, script: str, width: int, dark: bool) -> Any:
-    """Return what a JavaScript function `(document, root, window) => ...` gives on a page."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("Chromium is not installed")

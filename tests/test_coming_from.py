@@ -257,7 +257,6 @@ def multihead(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def block_of(heading: str) -> dict[str, Any]:
-    """Run a section's first block of code; return its names."""
     names: dict[str, Any] = {}
     block = re.search(rf"## {heading}.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(block[1], names)
@@ -501,7 +500,6 @@ def qkv(dtype: torch.dtype, heads_kv: int = 2) -> dict[str, Tensor]:
 
 
 def cache(dtype: torch.dtype, keys: str, values: str) -> dict[str, Tensor]:
-    """Seven pages of four slots, and a table of three pages for each of two sequences."""
     return {
         keys: draw(7, 4, 2, dtype=dtype),
         values: draw(7, 4, 2, dtype=dtype) * 0.5 + 1,
@@ -557,7 +555,6 @@ def test_every_line_of_a_table_is_a_row():
 
 
 def recipe(heading: str) -> dict[str, Any]:
-    """Run the example under a heading; return its names."""
     names: dict[str, Any] = {}
     exec(re.search(rf"## {heading}.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], names)
     return names

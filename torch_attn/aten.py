@@ -90,7 +90,6 @@ class Overrides:
 
 
 def override(device: str = "CUDA") -> Overrides:
-    """Register the overrides for a dispatch key."""
     library = torch.library.Library("aten", "IMPL")
     for name, function in OVERRIDES.items():
         if hasattr(torch.ops.aten, name):
@@ -120,10 +119,7 @@ def flash_forward(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute `aten._flash_attention_forward`: dense [B, S, H, D], packed [T, H, D], or paged.
-
-    Return out, lse, the state of dropout's generator, and two tensors that nobody reads.
-    """
+    """Compute `aten._flash_attention_forward`: dense [B, S, H, D], packed [T, H, D], or paged."""
     if return_debug_mask:
         fail(NotImplementedError, "return_debug_mask", "False", return_debug_mask)
     if alibi_slopes is not None:
@@ -180,7 +176,6 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute `aten._flash_attention_backward`, the gradients of `flash_forward`."""
     window = _window(window_size_left), _window(window_size_right)
     function = DENSE if cum_seq_q is None else PACKED
     offsets = {} if cum_seq_q is None else {"cu_seqlens_q": cum_seq_q, "cu_seqlens_kv": cum_seq_k}
@@ -239,7 +234,6 @@ def sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute `aten._scaled_dot_product_flash_attention_backward`."""
     fold, unfold = _fold(dropout_p, query, key, value)
     dout, q, k, v, out = map(fold, (grad_out, query, key, value, out))
     lse = logsumexp.reshape(len(q), q.shape[2], q.shape[1])
@@ -298,7 +292,6 @@ def _padded(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _scale(query: Tensor, scale: float | None) -> float | None:
-    """Return the scale of the given head dimension, before it is padded."""
     return query.shape[-1] ** -0.5 if scale is None and query.shape[-1] else scale
 
 

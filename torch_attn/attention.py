@@ -25,10 +25,7 @@ from twin_attention.contract.validate.errors import not_constant
 
 
 class Attention(ABC):
-    """A public attention function, which returns out and lse.
-
-    `operands` is its class of operands, and `operation` a kernel family's function for it.
-    """
+    """A public attention function, which returns out and lse."""
 
     operator: Operator
     is_differentiable = False
@@ -103,20 +100,17 @@ class Attention(ABC):
         return call(*operands)
 
     def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
-        """Return the problem of checked options; `read` is also read."""
         spec = self._check(describe_operands(operands, operand), options)
         first = [x for x in operands[:3] if x is not None]
         return replace(spec, placement=Placement(rows_aligned(*first, *read), is_compact(*first)))
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
-        """Check a public call; return operands and problem."""
         given = tuple(arguments.pop(name) for name in self.operands._fields)
         operands = self.cast(self._widen(given))
         _refuse_gradients(operands)
         return operands, self.check(operands, self._check_options(**arguments))
 
     def options_of(self, args: Any) -> Any:
-        """Return the options among an operator's arguments."""
         return self._options._make(args[-1 - len(self._options._fields) : -1])
 
     def call_of(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:

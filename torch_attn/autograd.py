@@ -58,11 +58,8 @@ class Backward(_Differentiable):
 class Forward(_Differentiable):
     """A forward's operator: it returns out and lse, and other results without a derivative.
 
-    Attributes:
-        backward: its operator takes dout, dlse, the tensors, the saved results, the names of frozen
-            operands if it has `names`, and the options.
-        num_saved: how many results the backward takes: none, out and lse, or more.
-        names: of the tensors, if unneeded gradients may be left out.
+    `backward` takes dout, dlse, the tensors, `num_saved` saved results, the names of frozen
+    operands if it has `names`, and the options.
     """
 
     def __init__(
@@ -131,10 +128,7 @@ class _Dispatched(_ReverseMode):
 
 
 class _Replayed(_ReverseMode):
-    """A cached call of a forward, which skips the dispatcher.
-
-    If the caller did not ask for lse, it is not an output, and autograd saves less.
-    """
+    """A cached call of a forward, which skips the dispatcher; an unused lse is no output."""
 
     @staticmethod
     def forward(ctx, operator, call, return_lse, *tensors):

@@ -1,5 +1,3 @@
-"""The public function of block-sparse attention: check the arguments, run the operator."""
-
 from __future__ import annotations
 
 from typing import Any, Literal, overload
@@ -115,7 +113,6 @@ def block_sparse_attention(
 
 
 def _operands(q: Any, k: Any, v: Any, block_mask: Any, sinks: Any) -> BlockSparseOperands[Tensor]:
-    """Return the operands as the kernels take them: cast by autocast, and the mask as lists."""
     q, k, v = cast_inputs(q, k, v)
     if not isinstance(block_mask, BlockMask):
         if not torch.compiler.is_compiling():  # else the operator's fake kernel checks the lists

@@ -35,10 +35,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Guard:
-    """Recognises operands of the same types, layouts and `requires_grad`, in the same modes.
-
-    It rejects a tensor passed as two operands.
-    """
+    """Recognises operands of the same layouts and modes; one tensor as two operands is rejected."""
 
     def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
         self._alignment = alignment
@@ -51,7 +48,6 @@ class Guard:
         self._check = guards.check
 
     def __call__(self, operands: tuple[Any, ...]) -> bool:
-        """Return True if each operand matches."""
         tensors = self._tensors(operands)
         return (
             self._check(*tensors)
@@ -63,13 +59,8 @@ class Guard:
 class Call:
     """An operation for one layout of operands; once cached, it is replayed.
 
-    Attributes:
-        others: what follows the tensors in the operator's arguments; last the requested
-            implementation.
-        alignment: bytes that aligned operands' addresses are multiples of.
-        is_kept: whether `Calls.find` finds it.
-        is_recorded: whether autograd records it, if kept.
-        guard: recognises its operands, if it is kept and they are aligned.
+    `others` is what follows the tensors in the operator's arguments; last the requested
+    implementation. `guard` recognises the operands, if the call is kept and they are aligned.
     """
 
     def __init__(
@@ -120,11 +111,7 @@ def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
 
 
 def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | None:
-    """Return all that a call depends on except the operands' values.
-
-    None if the dispatcher has to see the call: a mode, a transformation or forward mode is active,
-    or an operand is no plain CUDA tensor.
-    """
+    """Return what a call depends on except values; None if the dispatcher has to see the call."""
     if (
         private.len_dispatch_stack()
         or private.is_function_mode_enabled()
@@ -185,10 +172,7 @@ class Calls:
     def find(
         self, function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...]
     ) -> Call | None:
-        """Return the call that `keep` cached for the same arguments, or None.
-
-        Public functions ask before arguments are checked, operators before the dispatcher.
-        """
+        """Return the call that `keep` cached for the same arguments, or None."""
         if torch.compiler.is_compiling():
             return None
         options_key = _options_key(function, options)
@@ -221,10 +205,7 @@ class Calls:
         options: tuple[Hashable, ...],
         call: Call,
     ) -> bool:
-        """Cache a call for `find`; return True if it is cached.
-
-        It must launch compiled kernels and not need the dispatcher.
-        """
+        """Cache a call that launches kernels and needs no dispatcher; return True if it is kept."""
         if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
             return False
         options_key = _options_key(function, options)

@@ -1,5 +1,3 @@
-"""The public function of dilated attention: gather the kept tokens, attend, merge."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

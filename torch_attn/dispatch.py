@@ -1,5 +1,3 @@
-"""Choose the kernel family for a problem on a device."""
-
 from __future__ import annotations
 
 import logging
@@ -24,19 +22,13 @@ _FOREIGN = frozenset(x.name for x in families.FOREIGN)
 
 
 def check_implementation(implementation: Implementation | None) -> None:
-    """Refuse what is neither None nor the name of a family (ValueError)."""
     check_choice("implementation", implementation, IMPLEMENTATIONS)
 
 
 def choose(
     implementation: Implementation | None, operation: str, device: torch.device, spec: Spec
 ) -> tuple[Backend, tuple[str, ...]]:
-    """Choose what runs a problem; see `twin_attention.targets.family.choose`.
-
-    Raises:
-        NotImplementedError: the requested family does not support the problem here, or the device
-            is a GPU that no kernel can be compiled for.
-    """
+    """Choose what runs a problem; see `twin_attention.targets.family.choose`."""
     target = None if implementation == "reference" else target_of(device)
     interpretable = device.type in ("cpu", "meta")
     return family.choose(families.PACKAGE, implementation, operation, spec, target, interpretable)
@@ -45,7 +37,6 @@ def choose(
 def describe_choice(
     implementation: Implementation | None, operation: str, device: torch.device, spec: Spec
 ) -> Explanation:
-    """Describe what `choose` chooses for an operation of a public function."""
     backend, passed_over = choose(implementation, function_of(operation, spec), device, spec)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     count = num_sms(device, backend.target)
@@ -55,7 +46,6 @@ def describe_choice(
 def log_choice(
     implementation: Implementation | None, operation: str, device: torch.device, spec: Spec
 ) -> None:
-    """Log what `choose` chooses, once, if the logger of this package is at debug level."""
     if LOGGER.isEnabledFor(logging.DEBUG):
         log_once(LOGGER, operation, spec, describe_choice(implementation, operation, device, spec))
 

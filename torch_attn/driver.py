@@ -33,10 +33,7 @@ _hooks = [find("triton", f"knobs.runtime.launch_{x}_hook.calls") for x in ("ente
 
 
 def launcher_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> Launcher:
-    """Return a function that launches a kernel on the current device.
-
-    `arguments` has layouts in place of operands; addresses replace them.
-    """
+    """Return a function that launches a kernel; addresses replace the layouts of `arguments`."""
     kinds = _flatten_signature(compiled.src)
     if kinds is not None:
         arguments = [x for x, kind in pairs(arguments, kinds) if kind != "constexpr"]
@@ -69,9 +66,7 @@ def launcher_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) 
 
 
 def _flatten_signature(source: Any) -> tuple[Any, ...] | None:
-    """Return the kinds of all arguments as the launcher's signature has them, in tuples; None if
-    the signature is not as expected.
-    """
+    """Return all arguments' kinds, in tuples, by the launcher's signature, or None."""
     try:
         names = vars(source)
         kinds = names.setdefault("all_kinds", tuple(source.signature.values()))
@@ -91,15 +86,10 @@ def pairs(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any], bool]:
-    """Return the function below Triton's `CudaLauncher`, which itself looks for scratch memory
-    first.
+    """Return the function below Triton's `CudaLauncher`, which looks for scratch memory first.
 
-    Returns:
-        The function; its arguments between the stream and the kernel's; True if it takes the
-        kernel's arguments as one tuple, as since Triton 3.9.
-
-    Raises:
-        AttributeError, KeyError, TypeError, ValueError: the launcher is not as expected.
+    Also return its arguments between the stream and the kernel's, and whether it takes the latter
+    as one tuple, as since Triton 3.9.
     """
     run = copy(compiled.run)
     # Below the part that encodes descriptors.
@@ -155,10 +145,7 @@ def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ..
 
 
 class _Descriptors(dict[Any, Any]):
-    """An operand's encoded descriptors by address, made on demand.
-
-    Beyond `_DESCRIPTORS_MAX` in all launches together, all are forgotten.
-    """
+    """An operand's encoded descriptors by address; all are forgotten if there are too many."""
 
     _all: ClassVar[WeakValueDictionary[int, _Descriptors]] = WeakValueDictionary()
     _made: ClassVar[int] = 0  # since the cache was cleared

@@ -1,5 +1,3 @@
-"""`explain`: which code a call would run, and why."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""The public function of flash attention: check the arguments, run the operator."""
-
 from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload

@@ -47,11 +47,7 @@ if TYPE_CHECKING:
 
 
 class FlashAttention(Attention):
-    """Flash attention on one kind of operands, with its derivative.
-
-    `forwards` has each forward operator by whether there are terms and whether it returns row
-    maxima.
-    """
+    """Flash attention on one kind of operands, with its derivative."""
 
     operator: Forward
     is_differentiable = True
@@ -65,9 +61,6 @@ class FlashAttention(Attention):
         rule: Callable[..., Any],
         check_options: Callable[..., FlashOptions] = check_flash_options,
     ) -> None:
-        """Define and register the operators `name` + "_fwd" and "_bwd"; `rule` is their `vmap`
-        rule.
-        """
         super().__init__("flash_fwd", operands, FlashOptions, check_options, check)
         count, tensors, others = self.num_operands, self.tensors_schema, self.others_schema
         # An operator cannot return None: a missing gradient is an empty tensor. Names of frozen
@@ -109,11 +102,7 @@ class FlashAttention(Attention):
     def _call_of_kind(
         self, kind: tuple[bool, bool], tensors: tuple[Any, ...], others: tuple[Any, ...]
     ) -> Call:
-        """Return the call of the operator of this kind, a key of `forwards`.
-
-        Raises:
-            ValueError: the arguments are those of an operator with other results.
-        """
+        """Return the call of the operator of this kind, a key of `forwards`."""
         self._check_kind(kind, tensors, others)
         return self.call_of(tensors, others)
 
@@ -175,10 +164,7 @@ class FlashAttention(Attention):
         """Return the call of a backward, which follows from all tensors that it reads.
 
         Hooks may have given saved tensors another layout. A family that is requested by name reads
-        copies of tensors that its kernels cannot read.
-
-        Raises:
-            TypeError, ValueError: a tensor's dtype, shape or device differs from the forward's.
+        copies then.
         """
         dout, _, *operands, out, lse, rest = tensors
         operands = self.operands._make(operands)

@@ -60,13 +60,9 @@ _triton_np_dtype = interpreter._get_np_dtype
 
 
 def interpreted(kernel: JITFunction) -> Interpreted:
-    """Return a `@triton.jit` kernel that runs on CPU tensors, with NumPy doing the arithmetic.
+    """Return a `@triton.jit` kernel that runs on CPU tensors; it ignores launch options.
 
-    It is launched as the kernel is, and ignores launch options. Meanwhile no other thread can
-    launch or compile a Triton kernel.
-
-    Raises:
-        RuntimeError: the process runs under ``TRITON_INTERPRET=1``.
+    Meanwhile no other thread can launch or compile a Triton kernel.
     """
     if not isinstance(kernel, JITFunction):
         raise RuntimeError("unset TRITON_INTERPRET: CPU tensors run in the interpreter without it")
@@ -222,8 +218,8 @@ def _as_argument(value: Any) -> Any:
 def _python_function(original: FunctionType) -> Callable[..., Any]:
     """Return a kernel's source as a Python function over the interpreter's tensors.
 
-    The rewriter adds names to the function's globals, so it gets a copy of the module's, in which
-    constants lose their `constexpr`: in Triton 3.9 ``constant * tensor`` would be a constexpr.
+    It gets a copy of the module's globals, in which constants lose their `constexpr`: in Triton 3.9
+    ``constant * tensor`` would be a constexpr.
     """
     names = {
         name: x.value if isinstance(x, tl.constexpr) else x

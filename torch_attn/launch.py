@@ -81,7 +81,6 @@ Prepared = tuple[tuple[int, ...], dict[str, Any]]
 class KernelCall(NamedTuple):
     """All that a kernel's code, grid and arguments depend on, except the operands' values.
 
-    It follows from the key of a `torch_attn.calls.Call`, and `prepare` functions see nothing else.
     `constants` is what else the arguments depend on, `target` is None in the interpreter, `layouts`
     come in the operands' tuples.
     """
@@ -95,11 +94,7 @@ class KernelCall(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel and all that its launch depends on, except the operands' addresses.
-
-    The fields are those of `launch` and `KernelCall`; `config` may have fewer stages than the
-    tables.
-    """
+    """A kernel and all that its launch depends on, except the operands' addresses."""
 
     name: str
     kernel: Any
@@ -215,7 +210,6 @@ def launch(
 
 
 def tensors_of(operands: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the operands' tensors, in the order of the layouts' numbers."""
     return tuple(x for x in leaves(operands) if x is not None)
 
 

@@ -17,12 +17,10 @@ from torch_attn.tensor_maps import TensorMap
 
 
 class Layout(NamedTuple):
-    """Hold what a launch depends on of an operand: neither its values nor its address.
+    """What a launch depends on of an operand: neither its values nor its address.
 
-    Attributes:
-        operand: which of the launch's tensors it is.
-        strides: by `strides_in_memory`.
-        is_aligned: to 16 bytes, which Triton compiles for.
+    `operand` is its number among the tensors; `strides` are `strides_in_memory`; `is_aligned` to 16
+    bytes.
     """
 
     operand: int
@@ -33,7 +31,6 @@ class Layout(NamedTuple):
 
 
 def layouts_of(operands: Any) -> Any:
-    """Return the operands' layouts in the same tuples, None for None."""
     operand = count()
 
     def layout(x: torch.Tensor | None) -> Layout | None:
@@ -78,7 +75,6 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def replace_leaves(x: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested tuples with each leaf replaced by the function's result."""
     if _is_leaf(x):
         return function(x)
     items = [replace_leaves(item, function) for item in x]

@@ -1,5 +1,3 @@
-"""Tensors as the argument checks and the choice of code see them."""
-
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
@@ -23,11 +21,7 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def operand(name: str, x: Tensor) -> Operand:
-    """Describe a tensor to the argument checks.
-
-    Raises:
-        TypeError: `x` is not a `torch.Tensor`, or not a dense one.
-    """
+    """Describe a tensor to the argument checks."""
     check_tensor(name, x)
     if x.is_nested:
         fail(TypeError, name, "a dense tensor", "a nested tensor")
@@ -117,11 +111,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast q, k and v as autocast does for `scaled_dot_product_attention`.
-
-    Raises:
-        TypeError: one is not a `torch.Tensor`.
-    """
+    """Cast q, k and v as autocast does for `scaled_dot_product_attention`."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x)
     dtype = autocast_dtype(q.device)

@@ -31,9 +31,7 @@ _KINDS = {
 
 
 def schema(fields: type[Any], written: tuple[str, ...] = ()) -> str:
-    """Return a NamedTuple's fields as an operator's arguments; `written` names tensors it writes
-    into.
-    """
+    """Return a NamedTuple's fields as arguments; `written` names tensors it writes into."""
     kinds = {name: _KINDS[hint] for name, hint in get_type_hints(fields).items()}
     for name, alias in zip(written, "ab", strict=False):
         kinds[name] = kinds[name].replace("Tensor", f"Tensor({alias}!)")
@@ -41,11 +39,7 @@ def schema(fields: type[Any], written: tuple[str, ...] = ()) -> str:
 
 
 class Operator:
-    """A torch operator without a derivative: a kernel for every backend, and a fake one.
-
-    The kernel runs a cached `Call` or a new one. The first `num_tensors` arguments are tensors;
-    `function` is the public function's name, for messages.
-    """
+    """A torch operator without a derivative: a kernel for every backend, and a fake one."""
 
     def __init__(
         self,
@@ -55,9 +49,7 @@ class Operator:
         fake: Callable[..., Any],
         function: str,
     ) -> None:
-        """Define and register the operator; `call_of` describes a call, `fake` is the kernel for
-        tracing.
-        """
+        """`call_of` describes a call, `fake` is the kernel for tracing."""
         _library.define(definition, tags=_TAGS)
         name = definition.partition("(")[0]
         self.op: torch._ops.OpOverload = getattr(torch.ops.twin_attention, name).default
@@ -94,11 +86,7 @@ class Operator:
 
     @private.uncompiled
     def autograd(self, *args: Any) -> Any:
-        """Run the kernel of the Autograd key.
-
-        Raises:
-            NotImplementedError: autograd would record the call, or it has tangents.
-        """
+        """Run the kernel of the Autograd key, which refuses derivatives."""
         if is_recorded(args):
             no_gradient(self.function)
         return self.below_autograd(*args)

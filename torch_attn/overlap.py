@@ -33,18 +33,13 @@ _behind: ContextVar[Callable[[], None] | None] = ContextVar("behind", default=No
 
 
 def flat_signature(kinds: Any) -> dict[int, str]:
-    """Return the kinds of a kernel's arguments by position, without tuples and constants: its
-    launch function's signature.
-    """
+    """Return the kinds of a kernel's arguments: its launch function's signature."""
     return dict(enumerate(kind for kind in leaves(kinds) if kind != "constexpr"))
 
 
 @cache
 def start_driver() -> tuple[Future[Any], ...]:
-    """Hash Triton's files and build what talks to the driver, in threads.
-
-    Returns futures. Errors show when Triton does it again.
-    """
+    """Hash Triton's files and build what talks to the driver, in threads; return futures."""
     pool = ThreadPoolExecutor()
     hashing = pool.submit(getattr(triton_cache, "triton_key", lambda: None))
     building = pool.submit(lambda: triton.runtime.driver.active)  # the first look builds it

@@ -52,7 +52,6 @@ class CapturedOperation(NamedTuple):
 
     @property
     def is_address_of_base(self) -> bool:
-        """True for a view that begins at its base's address."""
         return self.function.is_view and self.result.data_ptr() == self.args[0].data_ptr()
 
 
@@ -84,7 +83,6 @@ class Capture(private.DispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Capture nothing in the block."""
         self._is_paused = True
         try:
             yield
@@ -98,9 +96,7 @@ def current_capture() -> Capture | None:
 
 
 def capture(function: Callable[..., Any], operands: Sequence[Tensor | None]) -> tuple[Any, Replay]:
-    """Call a host function on CUDA operands; return its results (a tuple of tensors and None, or
-    None) and the `Replay`.
-    """
+    """Call a host function on CUDA operands; return its results and the `Replay`."""
     # One tensor may be several operands here but not the next time.
     own = [None if x is None else x.detach() for x in operands]
     with Capture() as found:
@@ -111,8 +107,8 @@ def capture(function: Callable[..., Any], operands: Sequence[Tensor | None]) -> 
 class _ReplayWriter:
     """Writes the function that replays a capture.
 
-    Its parameters are x0, x1 and so on; it allocates y0, y1 and scratch memory, and operations
-    return z0, z1. A tensor's address has its name followed by "_at".
+    Parameters are x0, x1, ...; it allocates y0, y1, ...; operations return z0, z1, .... Their
+    addresses end in "_at".
     """
 
     def __init__(
@@ -206,9 +202,7 @@ def _reduce(
 ) -> tuple[list[Step], dict[int, Tensor], dict[int, Tensor], dict[int, int]]:
     """Find the tensors that a replay need not make; they are keyed by id.
 
-    Returns:
-        The steps except unneeded allocations and views; the tensors, or views with their layout, to
-        allocate; the tensors in scratch memory; the tensor that replaces each omitted view.
+    Return the steps, what to allocate, what is scratch memory, and what replaces omitted views.
     """
     allocated = {
         id(step.result): step.result

@@ -1,5 +1,3 @@
-"""A torch device's target, number of SMs and shared memory."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,12 +24,7 @@ def described(card: Card) -> Iterator[None]:
 
 
 def target_of(device: torch.device) -> str | None:
-    """Return the target whose code runs on a device; None if it is no CUDA device.
-
-    Raises:
-        ValueError: no such target.
-        NotImplementedError: a CUDA device that nothing can be compiled for.
-    """
+    """Return the target whose code runs on a device; None if it is no CUDA device."""
     if device.type != "cuda":
         return None
     return resolve_target(_properties(device)[0])

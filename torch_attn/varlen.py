@@ -1,5 +1,3 @@
-"""The public functions of flash attention over packed sequences: check the arguments, run it."""
-
 from __future__ import annotations
 
 from typing import Any, Literal, Unpack, overload

@@ -27,10 +27,7 @@ _HEADS_OF_TERMS = {"relative_bias": 0, "alibi_slopes": 1}
 
 
 def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
-    """Let a mapped dimension of this size join another axis, counted without it.
-
-    With dim None the tensor is expanded.
-    """
+    """Let a mapped dimension join another axis, counted without it; None expands."""
     if dim is None:
         x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:])
     else:
@@ -39,7 +36,6 @@ def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
 
 
 def _call_for_each(op, num_tensors, size, in_dims, *args):
-    """Call the operator for each element of the mapped dimension."""
     tensors = [*zip(args[:num_tensors], in_dims, strict=False)]
 
     def one(i):
@@ -55,12 +51,8 @@ def _call_for_each(op, num_tensors, size, in_dims, *args):
 def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
     """Join the batch, or the heads if there are sinks or a table, which have no batch.
 
-    Heads share segment ids. With a bias or dropout the operator is called for each element, because
-    a call's batch elements share a bias, and dropout counts them. `fields` are the operands' names,
-    after dout and dlse in a backward.
-
-    Raises:
-        NotImplementedError: mapped segment ids with sinks or a table.
+    Heads share segment ids. A bias or dropout takes a call for each element, because a call's batch
+    elements share a bias, and dropout counts them.
     """
     first = 0 if num_tensors == len(fields) else 2
     places = {first + i: name for i, name in enumerate(fields) if name in TERMS}
@@ -94,11 +86,7 @@ def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
 
 
 def join_batch_of_mask(op, num_tensors, info, in_dims, *args):
-    """Join the batch, which sinks do not have. An unmapped mask for all sequences stays as it is.
-
-    Raises:
-        NotImplementedError: there are sinks.
-    """
+    """Join the batch, which sinks lack; an unmapped mask for all sequences stays as it is."""
     batch = args[0].shape[1 if in_dims[0] == 0 else 0]
 
     def fold(x, dim):

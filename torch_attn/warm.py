@@ -17,11 +17,6 @@ from twin_attention.targets.warm import CallText
 
 
 def compile_call(call: CallText) -> None:
-    """Run a call and its backward.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: what the call raises.
-    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = {}
     for name, (shape, dtype) in call.operands.items():

@@ -26,7 +26,6 @@ def need_devices(size: int) -> None:
 def make_call(
     target: str, case: Any, operation: str, tensors: list[Tensor], exchange: str = "ring"
 ) -> Call:
-    """Return the call of ranks on devices of JAX; raise `Absent` if there are too few."""
     import jax
 
     from pallas_attn.distributed import context_attention

@@ -36,9 +36,7 @@ class Alone(Peers):
         shards: Sequence[tuple[Tensor, ...]],
         sent: dict[tuple[int, int, int], tuple[Tensor, ...]],
     ) -> None:
-        """shards: keys and values of every rank.
-        sent: the gradients that the ranks sent last, by receiver, sender and token.
-        """
+        """sent: the gradients that the ranks sent last, by receiver, sender and token."""
         self.rank, self.size, self.group = rank, len(shards), type(self)
         self._shards, self._sent = shards, sent
 
@@ -177,7 +175,6 @@ class Ranks:
 
 
 def shares(case: Any, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
-    """Return a rank's tokens of tensors [B, S, H, D], or [T, H, D] of packed documents."""
     batches = [x if x.ndim == 4 else x[None] for x in tensors]
     return [shard_sequence(x, case.plan, rank).contiguous() for x in batches]
 
@@ -195,7 +192,6 @@ def make_call(
     exchange: str = "ring",
     from_host: bool = False,
 ) -> Call:
-    """Return the call of all ranks in turn, which exchange nothing with each other."""
     peers = FromHost if from_host else Alone
     shards = [tuple(shares(case, tensors[1:3], rank)) for rank in range(case.ranks)]
     sent: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}

@@ -68,7 +68,6 @@ class Group:
 
 @cache
 def group_of(size: int, device: str) -> Group:
-    """Return processes that stay for the next problem."""
     return Group(size, device)
 
 
@@ -107,7 +106,6 @@ class Together:
 
 
 def _serve(pipe: Any, rank: int, size: int, store: str, device: str) -> None:
-    """Answer what `Group.ask` asks, until it hangs up."""
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -167,7 +165,6 @@ def _together(run: Run, device: str) -> float:
 def make_call(
     target: str, case: Any, operation: str, tensors: list[Tensor], exchange: str = "ring"
 ) -> Call:
-    """Return the call of ranks on as many GPUs, in a process each; raise `Absent` for fewer."""
     device = tensors[0].device.type
     if device == "cuda" and torch.cuda.device_count() < case.ranks:
         raise Absent(f"needs {case.ranks} GPUs")
@@ -181,10 +178,7 @@ def make_call(
 
 
 def time_ranks(size: int, calls: Mapping[Entry, Run], wait: Wait = wait_for) -> dict[Entry, Timing]:
-    """Time the slowest rank, groups by their own clocks, and the whole sequence, by ranks.
-
-    `calls` of "dense" are the whole sequence, whose times are divided by `size`.
-    """
+    """Time the slowest rank, and the whole sequence ("dense", divided by `size`), by ranks."""
     groups = {s: run for s, run in calls.items() if isinstance(run, Together)}
     others = {
         s: run.slowest(wait) if isinstance(run, Ranks) else run

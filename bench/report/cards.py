@@ -29,8 +29,6 @@ _TARGETS = ("sm90", "sm80")  # that of the device first
 
 
 class Card(NamedTuple):
-    """One run on one card: its name, its facts with whether results were right, and its table."""
-
     title: str
     facts: dict[str, str]
     grid: Grid

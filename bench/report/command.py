@@ -67,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _logs(paths: Sequence[Path], records: Sequence[Record]) -> dict[str, list[Sample]]:
-    """Return by suite the log of clocks and power from `python -m bench all`."""
     suites = dict.fromkeys(record.suite for record in records)
     beside = {suite: [log_path(path, suite) for path in paths] for suite in suites}
     return {

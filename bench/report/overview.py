@@ -27,8 +27,6 @@ _MODELS = ("h200-models", "h200-models-4096", "h200-models-4096-jax", "h200-mode
 
 
 class Row(NamedTuple):
-    """A row of a table, and the records that it is made of: files, suite, pass and cases."""
-
     title: str
     files: tuple[str, ...]
     suite: str
@@ -37,8 +35,6 @@ class Row(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """The fastest peer's time over ours in one case, by framework; None where one has no time."""
-
     case: str
     peer: str
     by_framework: tuple[float | None, ...]
@@ -48,7 +44,6 @@ Found = dict[Row, tuple[str, list[Ratio]]]  # by row the card, and each case
 
 
 def _decodes(tokens: Sequence[int]) -> Callable[[dict[str, Any]], bool]:
-    """Return what chooses decodes over 16-bit caches that share no page."""
     return lambda case: (
         case["kv_dtype"] is None
         and case["tokens"] in tokens
@@ -96,7 +91,6 @@ def _ratios(row: Row, records: Sequence[Record]) -> tuple[str, list[Ratio]]:
 
 
 def _default(timed: dict[str, Record], operation: str, framework: str) -> str:
-    """Return the label of what a framework runs by default on SM90, "" if it has no time."""
     side = "torch" if framework == "PyTorch" else "jax"
     families = _FAMILIES[side]
     case = next(iter(timed.values())).case
@@ -138,8 +132,6 @@ def _cell(ratios: Sequence[Ratio], i: int) -> str:
 
 
 def bars(found: Found) -> dict[str, tuple[float, float]]:
-    """Return the picture's numbers: by name the geometric means of PyTorch and JAX."""
-
     def mean(rows: Sequence[Row], i: int) -> float:
         values = (ratio.by_framework[i] for row in rows for ratio in found[row][1])
         return geometric_mean([value for value in values if value is not None])
@@ -148,7 +140,6 @@ def bars(found: Found) -> dict[str, tuple[float, float]]:
 
 
 def to_svg(numbers: dict[str, tuple[float, float]], dark: bool) -> str:
-    """Draw a pair of bars a row, with letters that a phone's width leaves readable."""
     light = ("#1f2328", "#1f6feb", "#bc5b00")
     ink, *colours = ("#e6edf3", "#6ea8fe", "#f2a65a") if dark else light
     left, unit, step, top = 118, 240, 42, 58
@@ -195,7 +186,6 @@ def models(records: Sequence[Record]) -> Grid:
 
 
 def files() -> dict[Path, str]:
-    """Return the pictures, and the pages with their tables, by path."""
     found, docs = measured(), ROOT / "docs"
     parts = [part for title, grid in tables(found) for part in (f"## {title}", to_markdown(grid))]
     path = ROOT / "bench" / "results" / "h200-hugging-face.jsonl.gz"

@@ -39,11 +39,7 @@ def to_page(
     logs: Mapping[str, Sequence[Sample]] | None = None,
     follow: Follow = iter,
 ) -> str:
-    """Return a page with every run's facts, peaks and suites.
-
-    logs: clocks and power, by suite.
-    follow: wraps the iterable of chapters, as a progress bar does.
-    """
+    """Return a page of all runs; `follow` wraps the chapters, as a progress bar does."""
     compared = runs(records)
     measured = [record for run in compared for record in run if record.operation != "peak"]
     chapters = [*follow(_all_chapters(records, logs or {}))]
@@ -66,7 +62,6 @@ def _badges(records: Sequence[Record]) -> list[tuple[str, str]]:
 def _all_chapters(
     records: Sequence[Record], logs: Mapping[str, Sequence[Sample]]
 ) -> Iterator[tuple[str, str]]:
-    """Return the title and HTML of each part: of each card, then of each run."""
     several = are_several(records)
     if several:
         yield from _cards(records)
@@ -125,7 +120,6 @@ def _suite(section: Section, log: Sequence[Sample]) -> Iterator[str]:
 
 
 def _cell(record: Record, title: str, text: str) -> Cell:
-    """Return a cell of a record's row; the number of kernels opens to their names."""
     if title != "kernels":
         return Cell(text, _LOOKS.get(text, ""))
     short = (name if len(name) <= _NAME else f"{name[:_NAME]}…" for name in record.kernels)

@@ -31,12 +31,6 @@ _NEAR = 0.03  # what a cross-check may be off by
 
 @dataclass(frozen=True)
 class Section:
-    """One suite of one run.
-
-    peaks: measured with the suite.
-    every: a row for each of `records`, in their order.
-    """
-
     title: str
     note: str
     records: list[Record]
@@ -93,7 +87,6 @@ def statuses(records: Sequence[Record]) -> str:
 
 
 def facts(run: Sequence[Record]) -> dict[str, str]:
-    """Return where, when and with what a run was measured, and how reliable it is."""
     days = sorted({record.date[:10] for record in run})
     found = {
         "GPU": run[0].device,
@@ -157,14 +150,12 @@ def _most(checked: Sequence[Record]) -> str:
 
 
 def notes(run: Sequence[Record]) -> list[str]:
-    """Return what a reader must know before comparing."""
     if "capability 8.0" in run[0].device or all(r.target != "sm80" for r in run):
         return []
     return [f"SM80 code here ran on {run[0].device}: it is not an A100's result."]
 
 
 def peaks_table(run: Sequence[Record]) -> Grid:
-    """Return rates of torch's product, read and copy, by datasheet and by suite."""
     found = [record for record in run if record.operation == "peak" and record.times]
     beside = list(groups(found, lambda record: record.suite))
     rows = [["peak", "datasheet", *(f"beside {name}" for name in beside)]]

@@ -27,7 +27,6 @@ _RATIOS = ("eager", "SDPA", "FA2")  # peers whose time over each implementation'
 
 
 def groups(records: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
-    """Return records or groups of them by a key, in order of first appearance."""
     found: dict[Any, list[Item]] = {}
     for record in records:
         found.setdefault(key(record), []).append(record)
@@ -71,7 +70,6 @@ def status(record: Record) -> str:
 
 
 def ratio_text(row: dict[str, Record], label: str, other: str | None) -> str:
-    """Return another's time over `label`'s, or why it has none; "" if absent."""
     if other is None or other not in row or row[other].status == "absent":
         return ""
     found = ratio(row, label, other)
@@ -84,7 +82,6 @@ def best_peer(row: dict[str, Record]) -> str | None:
 
 
 def problem(case: dict[str, Any]) -> str:
-    """Return a case in one line: its problem, or else its name."""
     if "head_dim" not in case:
         return case["name"]
     text = re.sub(r"\b(S|H|T)q(\d+) \1kv\2\b", r"\1\2", problem_text(case))
@@ -97,7 +94,6 @@ def problem(case: dict[str, Any]) -> str:
 
 
 def names(records: Iterable[Record]) -> tuple[str, dict[str, str]]:
-    """Return what all cases' problems share, and how each case differs."""
     words = {r.case["name"]: re.split(r" (?![^(]*\))", problem(r.case)) for r in records}
     shared = [word for word in next(iter(words.values())) if all(word in w for w in words.values())]
     if len(words) == 1:
@@ -107,7 +103,6 @@ def names(records: Iterable[Record]) -> tuple[str, dict[str, str]]:
 
 
 def number(value: float) -> str:
-    """Return three digits, or all before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
@@ -162,17 +157,13 @@ def every(records: Sequence[Record], columns: Mapping[str, Column], bounds: Peak
 
 
 def to_grid(rows: Sequence[Cells]) -> Grid:
-    """Return rows of cells by title as a table without empty columns."""
     titles = dict.fromkeys(title for row in rows for title in row)
     used = [title for title in titles if any(row.get(title) not in (None, "") for row in rows)]
     return [used, *([_text(row.get(title)) for title in used] for row in rows)]
 
 
 def brief(records: Sequence[Record]) -> tuple[Grid, list[str]]:
-    """Return each record's time, rates and fastest peer's ratio, and each row's style.
-
-    A row without numbers names each problem.
-    """
+    """Return each record's time, rates and fastest peer's ratio, and each row's style."""
     bounds, rows, styles = peaks(records), [], []
     for problem, group in groups(records, lambda r: (r.case["name"], r.operation)).items():
         rows.append([" ".join(problem), *[""] * 7])
@@ -223,7 +214,6 @@ def to_csv(records: Iterable[Record]) -> str:
 
 
 def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested dictionaries as columns "outer_inner", sequences of names as one cell."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -266,7 +256,6 @@ def _percent(value: float | None) -> str | None:
 
 
 def _pivot(records: Sequence[Record], cell: Callable[[Record], str]) -> Grid:
-    """Return cases down, implementations across, without those absent everywhere."""
     titles = labels(record for record in records if record.status != "absent")
     shared, apart = names(records)
     rows = [[f"case (all {shared})" if shared else "case", *titles]]

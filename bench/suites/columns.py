@@ -16,8 +16,6 @@ def yes_no(field: str) -> Column:
 
 
 def scaled(field: str, divisor: float) -> Column:
-    """Return a column of a record's number in another unit, such as megabytes."""
-
     def cell(record: Record) -> float | None:
         value = getattr(record, field)
         return None if value is None else value / divisor
@@ -26,8 +24,6 @@ def scaled(field: str, divisor: float) -> Column:
 
 
 def of_median(field: str, factor: float = 1.0) -> Column:
-    """Return a column of a median time, such as the host's microseconds."""
-
     def cell(record: Record) -> float | None:
         times = getattr(record, field)
         return None if times is None else factor * times.median
@@ -36,7 +32,6 @@ def of_median(field: str, factor: float = 1.0) -> Column:
 
 
 def of_gpu(field: str) -> Column:
-    """Return a column of what was sampled meanwhile, such as the SMs' clock."""
     return lambda record: (record.gpu or {}).get(field)
 
 

@@ -109,7 +109,6 @@ def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
 
 
 def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
-    """Return the suites that the filter leaves; exit with code 2 if an argument is wrong."""
     if arguments.resume and arguments.json is None:
         arguments.refuse("--resume: expected --json FILE beside it, got none")
     if arguments.memory_cap is not None and not arguments.memory_cap > 0:
@@ -136,7 +135,6 @@ def _only(jobs: Sequence[AnyJob], texts: Sequence[str]) -> list[AnyJob]:
 
 
 def _prepare_file(path: Path, arguments: argparse.Namespace) -> None:
-    """Prepare to append to the file of records; exit with code 2 if that fails."""
     if path.suffix == ".gz" or path.is_dir():
         arguments.refuse(f"--json: expected a plain file to append to, got {str(path)!r}")
     make_folder(arguments.refuse, "--json", path.parent)

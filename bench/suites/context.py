@@ -127,7 +127,6 @@ def _dense(
     operation: str,
     tensors: list[Tensor],
 ) -> Call:
-    """Return the call of the whole sequence; JAX needs as many devices as ranks."""
     if side == "jax":
         from bench.ranks.devices import need_devices
 

@@ -30,8 +30,6 @@ PACKED_PEERS = ("FA2 varlen", "FA3 varlen", "FA4 varlen", "jax FA3 varlen", "cuD
 
 
 def _of_shape(dense: str, packed: Callable[[Sequence[Sequence[int]]], int]) -> Column:
-    """Return a column of a dense case's field, or of the documents' lengths."""
-
     def cell(record: Record) -> int:
         lengths = record.case.get("lengths")
         return record.case[dense] if lengths is None else packed(lengths)
@@ -100,7 +98,6 @@ def _factories(targets: Sequence[str], case: FlashCase | VarlenCase) -> Factorie
 
 
 def _left_out(name: str, is_second_target: bool, case: FlashCase) -> str | None:
-    """Return why an implementation is not timed on a case, if it is not."""
     if name in ONE_SHAPE and (case.seq_kv, case.head_dim) != (AT_LENGTH, AT_HEAD_DIM):
         return f"timed at {AT_LENGTH} keys and head dimension {AT_HEAD_DIM} only"
     one_length = name in ONE_LENGTH or (name in ONE_TARGET and is_second_target)

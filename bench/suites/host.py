@@ -101,7 +101,6 @@ def _flash(target: str) -> Factories:
 def _by_name(
     call: Callable[..., Call], names: Sequence[str], target: str, **options: Any
 ) -> dict[Entry, Callable[..., Call]]:
-    """Return factories of calls that ask for a family, own or foreign."""
     return {
         Entry(name, target): partial(call, side, implementation=family, **options)
         for name in names

@@ -22,7 +22,6 @@ ATTENTIONS = ("twin", "sdpa", "eager")
 
 
 def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
-    """Jobs are tiny on a CPU."""
     device, found = "cpu" if targets[0] is None else "cuda", []
     for case in CASES:
         if device == "cpu":

@@ -89,7 +89,6 @@ def factories(targets: Sequence[str]) -> Factories:
 
 
 def _dense(subject: Entry, case: VarlenCase, operation: Operation, tensors: list[Tensor]) -> Call:
-    """Return the call of a dense yardstick, checked on its own tensors."""
     dense = dense_case(case)
     make = ours.flash_factories([subject.target or ""])[subject]
     own = attention_tensors(dense, str(tensors[0].device))

@@ -73,7 +73,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def cases() -> Iterator[PatternCase]:
-    """Yield every pattern at every shape, those of float32 with rates of 1 as well."""
     for shape in _shapes():
         rates = DILATIONS if shape.dtype == "bfloat16" else SHORT_DILATIONS
         lengths = tuple(length for length in rates if length <= shape.seq_q)
@@ -125,7 +124,6 @@ def tables(records: Sequence[Record]) -> dict[str, Grid]:
 
 
 def _gains(records: Sequence[Record]) -> Grid:
-    """Return how much faster our attention by a pattern is than each other implementation."""
     ours = [r for r in records if r.times and not r.is_peer and _kind(r) not in _APART]
     peers = list(dict.fromkeys(r.label for r in records if r.is_peer))
     grid = [["case", "pass", "implementation", *(f"{x} / this" for x in (*_OWN, *peers))]]
@@ -158,7 +156,6 @@ def _kind(record: Record) -> str:
 
 
 def job(case: PatternCase, operation: Operation, target: str) -> Job:
-    """Return one operation of every implementation that is timed at the case's length."""
     peers = {}
     if isinstance(case, SparseCase):
         kinds = ("block-sparse", "dense", *(["module"] if case.pattern == "random" else []))
@@ -212,11 +209,7 @@ def _attend(kind: str, side: str, case: Any) -> Attend:
 def _module_call(
     side: str, target: str, case: PatternCase, operation: str, tensors: list[Tensor]
 ) -> Call:
-    """A multi-head module, with q's channels as its tokens and random weights.
-
-    Its output is checked with other weights, by which tokens are q, k and v themselves; gradients
-    are not.
-    """
+    """A multi-head module with random weights; its output is checked with the identity."""
     import torch
 
     q, *_, dout = tensors
@@ -259,7 +252,6 @@ def _torch_module(case: PatternCase) -> Attend:
 
 
 def _jax_module(case: PatternCase) -> Attend:
-    """As `_torch_module`."""
     try:
         from flax import nnx
     except ImportError as error:

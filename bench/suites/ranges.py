@@ -60,7 +60,6 @@ def job(case: RangeCase, operation: Operation, targets: Sequence[str]) -> Job:
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return our rates and the others' times over ours, then a row for each implementation."""
     others = dict.fromkeys(r.label for r in records if r.is_peer)
     grid = [["case", "pass", "implementation", "pairs/s over causal", "bias / this",
              *(f"{x} / this" for x in others)]]  # fmt: skip

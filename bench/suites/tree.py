@@ -67,7 +67,6 @@ def job(case: TreeCase, operation: Operation, targets: Sequence[str]) -> Job:
 
 
 def _pairs_per_second(record: Record) -> float | None:
-    """Return 10^12 pairs a second that the implementation works on."""
     if record.times is None:
         return None
     case = TreeCase(**record.case)
@@ -87,10 +86,7 @@ def tables(records: Sequence[Record]) -> dict[str, Grid]:
 
 
 def _gains(records: Sequence[Record]) -> Grid:
-    """Return how much faster attention over a tree is than each other way to the same result.
-
-    Its rate of pairs stands beside that of the fastest separate sequences of the same framework.
-    """
+    """Return how much faster attention over a tree is than each other way to the same result."""
     peers = list(dict.fromkeys(r.label for r in records if r.is_peer))
     others = [SEPARATE, *peers]
     grid = [["case", "pass", "implementation", f"pairs/s over {SEPARATE}",

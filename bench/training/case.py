@@ -25,12 +25,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A model, a batch and dtypes.
-
-    size: of `models.config.make_config`; or a model of `bench.training.programs`.
-    form: of `make_config`.
-    dtype: a name of `DTYPES`; "mixed" is bfloat16 arithmetic on float32 parameters.
-    """
+    """A model, a batch and dtypes; "mixed" is bfloat16 arithmetic on float32 parameters."""
 
     size: str
     batch: int

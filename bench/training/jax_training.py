@@ -108,10 +108,7 @@ class JaxTraining:
         return found
 
     def memory(self) -> tuple[int, dict[str, int]]:
-        """Return the bytes that a forward leaves, and each program's peak, as XLA plans.
-
-        Call this after `time_step`.
-        """
+        """Return what a forward leaves, and each program's peak; call this after `time_step`."""
         resident = num_bytes(self.params) + num_bytes(self.moments) + num_bytes(self.tokens)
         saved = num_bytes(self.forward())
         gradients = num_bytes(self.backward())
@@ -124,10 +121,7 @@ class JaxTraining:
         return saved, peaks
 
     def timeline(self) -> Timeline:
-        """Run a step and return the memory before, during and after each phase.
-
-        XLA's temporaries are "other". Call this after `time_step`, which compiles.
-        """
+        """Return the memory of a step's phases; call this after `time_step`, which compiles."""
         there = {"parameters": num_bytes(self.params), "optimizer state": num_bytes(self.moments)}
         saved = {"saved activations": num_bytes(self.forward())}
         made = {"gradients": num_bytes(self.backward())}
@@ -165,7 +159,6 @@ class Program:
 
     @property
     def results(self) -> int:
-        """Return the bytes of results in memory of their own."""
         plan = self.compiled.memory_analysis()
         return plan.output_size_in_bytes - plan.alias_size_in_bytes
 

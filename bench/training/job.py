@@ -18,16 +18,12 @@ Show = Callable[[str], object]
 
 
 class Steps(Protocol):
-    """A model with one batch."""
-
     def time_step(self) -> dict[str, float]: ...
 
     def memory(self) -> tuple[int | None, dict[str, int]]: ...
 
 
 class Training(Steps, Protocol):
-    """A model with its optimizer and one batch: `TorchTraining` or `JaxTraining`."""
-
     def timeline(self) -> Timeline: ...
 
 
@@ -37,11 +33,7 @@ Observe = Callable[[Any, TrainingCase, Show], Mapping[str, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One model with one attention, made, observed and freed before the next one.
-
-    start: may raise `Absent`.
-    operations: what `observe` returns.
-    """
+    """One model with one attention, made, observed and freed before the next one."""
 
     training: TrainingCase
     subject: Entry

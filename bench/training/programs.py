@@ -107,7 +107,6 @@ class JudgedModel:
         return same.float().mean().item()
 
     def observe(self, show: Show) -> dict[str, dict[str, Any]]:
-        """Generate with the first weights, if the model can, and train."""
         found = {}
         for operation in ("generate", "step")[not self.model.can_generate() :]:
             repeats, warmup = _STEPS[operation]

@@ -35,7 +35,6 @@ def mean_after(steps: Sequence[float], warmup: int) -> Mean | None:
 
 
 def observe(training: Steps, case: TrainingCase, show: Show) -> dict[str, dict[str, Any]]:
-    """Return times, rates and memory of each phase and of the whole step."""
     steps: dict[str, list[float]] = {}
     start = time.monotonic()
     for i in range(WARMUPS[-1] + REPEATS):

@@ -21,8 +21,6 @@ Blocks = Mapping[int, int]  # bytes by address
 
 
 class Event(NamedTuple):
-    """An allocation, or with negative bytes the end of one."""
-
     address: int
     num_bytes: int
 
@@ -74,7 +72,6 @@ def empty_timeline() -> Timeline:
 
 
 def add_point(timeline: Timeline, phase: str, num_bytes: Mapping[str, int]) -> None:
-    """Append a point in time; missing categories have no bytes."""
     timeline["phase"].append(phase)
     for category in CATEGORIES:
         timeline[category].append(num_bytes.get(category, 0))
@@ -91,7 +88,6 @@ def peak(timeline: Timeline) -> dict[str, int]:
 
 
 def shortened(timeline: Timeline, most: int = _MOST_POINTS) -> Timeline:
-    """Return at most about a number of points: the highest of neighbours in one phase."""
     total = totals(timeline)
     width = -(-len(total) // most)
     kept: dict[Any, int] = {}
@@ -103,7 +99,6 @@ def shortened(timeline: Timeline, most: int = _MOST_POINTS) -> Timeline:
 
 
 def _left(events: Sequence[Event]) -> dict[int, int]:
-    """Return which events began the blocks that remain, by address."""
     found: dict[int, int] = {}
     for i, (address, num_bytes) in enumerate(events):
         if num_bytes > 0:

@@ -50,7 +50,6 @@ def cuda_events(call: Any) -> list[Event]:
 
 
 def events_of(trace: Iterable[dict[str, Any]]) -> list[Event]:
-    """Return the allocations and frees in a memory snapshot's device trace."""
     signs = {"alloc": 1, "free_completed": -1}
     return [
         Event(entry["addr"], signs[entry["action"]] * entry["size"])

@@ -18,10 +18,7 @@ LEARNING_RATE = 3e-4
 
 
 class TorchTraining:
-    """A model with its AdamW optimizer and one batch of random tokens.
-
-    compiled: compile each block. Blocks share their code, so it is compiled once.
-    """
+    """A model with its AdamW optimizer and one batch; `compiled` blocks share their code."""
 
     def __init__(self, case: TrainingCase, attention: str, device: str, compiled: bool) -> None:
         self.model = make_model(case, attention, device)
@@ -72,13 +69,11 @@ class TorchTraining:
         return saved, peaks | {"step": max(peaks.values())}
 
     def timeline(self) -> Timeline:
-        """Run a step and return its memory by category; call this after `time_step`."""
         phases = {phase: getattr(self, phase) for phase in PHASES}
         return record_timeline(phases, self.parameters, self.adamw)
 
 
 def make_model(case: TrainingCase, attention: str, device: str) -> Transformer:
-    """Return a case's model, without earlier compilations."""
     torch.compiler.reset()  # what another case compiled neither counts nor keeps its memory
     torch.manual_seed(0)
     dtypes = {name: getattr(torch, dtype) for name, dtype in case.dtypes.items()}
@@ -91,7 +86,6 @@ def make_tokens(case: TrainingCase, device: str) -> torch.Tensor:
 
 
 def clock(is_cuda: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Return a function that marks a time, and one for the milliseconds between marks."""
     if not is_cuda:
         return time.perf_counter, lambda start, end: (end - start) * 1e3
 

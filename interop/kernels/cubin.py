@@ -123,7 +123,6 @@ def _compile(
     arguments: list[Any],
     options: dict[str, Any],
 ) -> Any:
-    """Compile as `JITFunction.run` does, for another card."""
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     options = options | {

@@ -16,10 +16,7 @@ _RULES = {"sm80": sm80.supports, "sm90": sm90.supports, "portable": lambda *_: N
 
 
 def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return None for a problem that a family of `torch_attn` runs in JAX, else the reason.
-
-    `folder` is the family's.
-    """
+    """Return None for a problem that a family of `torch_attn` runs in JAX, else why not."""
     for package in ("triton", "torch"):
         if find_spec(package) is None:
             return (
@@ -35,7 +32,6 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
-    """Run an operation's function."""
     from twin_attention.interop.kernels import run_in_jax
 
     return run_in_jax.run(backend, operation, spec, *operands)

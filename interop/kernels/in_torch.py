@@ -13,10 +13,7 @@ from twin_attention.targets.kernels import Spec
 
 
 def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return None for a problem that a family of `pallas_attn` runs in PyTorch, else the reason.
-
-    `folder` is the family's.
-    """
+    """Return None for a problem that a family of `pallas_attn` runs in PyTorch, else why not."""
     attends = isinstance(spec, AttentionSpec | DecodeSpec)
     if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):
         return "PyTorch launches its kernels of dense, packed and paged attention alone"
@@ -37,7 +34,6 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
-    """Run an operation's function."""
     from twin_attention.interop.kernels import run_in_torch
 
     own = family.own_family("pallas_attn", backend.family.folder)
@@ -45,7 +41,6 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
 
 
 def _no_plugin() -> str | None:
-    """Return what JAX lacks to compile kernels, or None."""
     from twin_attention.interop.kernels.mosaic import plugin
 
     return None if plugin() else "JAX's CUDA plugin, which compiles its kernels, is not installed"

@@ -43,8 +43,6 @@ def plan_of(function: Callable[..., Any], operands: Sequence[Any], card: Any) ->
 
 
 class _JaxWriter:
-    """Writes a plan from a trace. Each array has its own number at first."""
-
     def __init__(self) -> None:
         self._steps: list[Operation | Kernel] = []
         self._count = 0
@@ -52,12 +50,10 @@ class _JaxWriter:
         self._overwritten: dict[int, Any] = {}  # by the array that a kernel writes in its memory
 
     def value_of(self, x: Any) -> Value:
-        """Return a new value."""
         self._count += 1
         return Value(self._count - 1, tuple(x.shape), x.dtype.name)
 
     def add(self, jaxpr: Any, constants: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        """Add a trace's operations and return its results."""
         values = dict(zip(jaxpr.constvars, map(np.asarray, constants), strict=True))
         values |= dict(zip(jaxpr.invars, operands, strict=True))
 
@@ -70,7 +66,6 @@ class _JaxWriter:
         return [value(x) for x in jaxpr.outvars]
 
     def plan(self, results: Any) -> Plan:
-        """Return the plan, with one number for each memory."""
         used: list[Any] = [results]
         for step in self._steps:
             if isinstance(step, Kernel):

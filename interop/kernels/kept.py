@@ -47,7 +47,6 @@ def _file_of(question: Any) -> Path:
 
 @cache
 def _state() -> str:
-    """Return a hash of what every answer depends on."""
     found = sha256()
     for x in ("torch", "triton"):
         found.update(version(x).encode())

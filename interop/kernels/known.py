@@ -35,12 +35,7 @@ class Question(NamedTuple):
 
 
 class Code(NamedTuple):
-    """The kernel of a plan's step.
-
-    Attributes:
-        types: of the launch's operands.
-        launch: the `torch_attn.launch.Launch`; None in a plan from disk.
-    """
+    """The kernel of a plan's step; `launch` is None in a plan from disk."""
 
     question: Question
     step: int
@@ -50,7 +45,6 @@ class Code(NamedTuple):
 
 
 def refusal(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return why PyTorch's side cannot plan an operation, None if it can."""
     question = "refusal", folder, operation, spec, target
     if (found := _load(question)) is None:
         private.hash_triton()
@@ -95,7 +89,6 @@ def begin(code: Code, written: tuple[int, ...], zeroed: tuple[int, ...]) -> None
 
 @lru_cache(maxsize=1024)
 def _lock_of(code: Code) -> Any:
-    """Return what a thread holds while it compiles a kernel."""
     return RLock()
 
 

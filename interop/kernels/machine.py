@@ -12,16 +12,11 @@ from twin_attention.contract.validate.errors import fail
 
 
 class Pointer(NamedTuple):
-    """A parameter that is the address of one of the launch's tensors."""
-
     operand: int
 
 
 class Descriptor(NamedTuple):
-    """A parameter that is a TMA descriptor of one of the launch's tensors.
-
-    `element` and `swizzle` are CUDA's numbers; sizes are in elements.
-    """
+    """A TMA descriptor of one of the launch's tensors, by CUDA's numbers; sizes are in elements."""
 
     operand: int
     element: int
@@ -59,8 +54,6 @@ class Compiled(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A buffer: which of the launch's tensors, and the parameter that takes it, or None."""
-
     operand: int
     parameter: int | None
 

@@ -33,8 +33,6 @@ _threads = threading.local()
 
 
 class CompiledModule(NamedTuple):
-    """A kernel on one device, kept for as long as the process runs."""
-
     kernel: int
     launch: Any
     num_buffers: int
@@ -42,7 +40,6 @@ class CompiledModule(NamedTuple):
 
 
 def plugin() -> str | None:
-    """Return the path of JAX's CUDA plugin, or None."""
     for name in _PLUGINS:
         found = find_spec(name) if find_spec(name.partition(".")[0]) else None
         if found is not None and found.origin is not None:

@@ -11,18 +11,13 @@ from typing import Any, NamedTuple
 
 
 class Type(NamedTuple):
-    """The shape of an array, and its dtype's name."""
-
     shape: tuple[int, ...]
     dtype: str
 
 
 @dataclass(frozen=True)
 class Value:
-    """A contiguous array of a plan, as a step sees it.
-
-    `number` is its memory's: operands have the first numbers, in order.
-    """
+    """A contiguous array of a plan, with its memory's number; operands have the first ones."""
 
     number: int
     shape: tuple[int, ...]
@@ -47,12 +42,10 @@ class Operation(NamedTuple):
 class Kernel(NamedTuple):
     """The launch of a kernel.
 
-    Attributes:
-        code: a `known.Code` of `torch_attn`, or the operation of a JAX trace.
-        operands: its memory, results included; NumPy arrays are constants, None is unused memory.
-        read: which operands have values before the launch, by position.
-        written: which may have new values after it.
-        zeroed: which of these are 0 before it.
+    code: a `known.Code` of `torch_attn`, or the operation of a JAX trace.
+    operands: its memory, results included; NumPy arrays are constants, None is unused memory.
+    read, written: positions of operands with values before and after it.
+    zeroed: which of these are 0 before it.
     """
 
     code: Any
@@ -63,7 +56,5 @@ class Kernel(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Hold what a host function does; `results` has a `Value` for each array."""
-
     steps: tuple[Operation | Kernel, ...]
     results: Any

@@ -36,8 +36,6 @@ from twin_attention.targets.kernels import Spec
 
 
 class _Launch(NamedTuple):
-    """A kernel's launch, and the values that it reads and writes."""
-
     launcher: Launcher
     tensors: tuple[Value, ...]
 

@@ -57,7 +57,6 @@ def plan_operation(
 
 
 def operand_of(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Return an operand for `plan_of`."""
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
@@ -123,7 +122,6 @@ class _TorchWriter:
         self._writable = {self._numbers[id(x)] for x in written}
 
     def add(self, step: Step) -> None:
-        """Add a step of a `Capture`."""
         if isinstance(step, CapturedLaunch):
             self._launch(step.launcher, step.operands)
             return
@@ -147,8 +145,6 @@ class _TorchWriter:
             self._operate(name, step.args, step.kwargs, step.result)
 
     def values_in(self, x: Any) -> Any:
-        """Return nested tuples with values for tensors."""
-
         def value_in(x: Any) -> Any:
             if isinstance(x, Tensor):
                 return self._value(x)

@@ -111,7 +111,6 @@ def _opaque(
 
 
 def _field(number: int, value: bytes | int) -> bytes:
-    """Return a protocol buffers field."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     return _varint(number << 3 | 2) + _varint(len(value)) + value

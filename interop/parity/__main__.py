@@ -99,7 +99,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _list(cases: Iterable[Case]) -> None:
-    """Print a line for each case, until the reader of a pipe closes it."""
     try:
         for case in cases:
             print(f"{case.name:36} {problem_text(asdict(case))}")

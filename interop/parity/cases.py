@@ -32,17 +32,14 @@ from twin_attention.interop.parity.ranges import KINDS as RANGES
 class FlashCase:
     """One call of `flash_attention`. What is not listed is the call's option.
 
-    Attributes:
-        name: unique, and what `--filter` matches.
-        batch ... dtype: of q [B, Sq, Hq, D], k [B, Skv, Hkv, D] and v [B, Skv, Hkv, Dv].
-        segments: "documents" for ids in order with padding behind them; "shuffled" for any order.
-        tree: "nested" for a depth-first tree; "any" for arbitrary ends of keys.
-        ranges: a kind of `ranges.make_ranges`.
-        relative: R of a table of 2R + 1 distances.
-        alibi: slopes, "heads" for one per head; "all" for one per head and sequence.
-        bias: the axes, of "bhqk", along which the bias varies; None for no bias.
-        layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
-            (contiguous in JAX).
+    name: unique, and what `--filter` matches.
+    segments: "documents" for ids in order with padding behind them; "shuffled" for any order.
+    tree: "nested" for a depth-first tree; "any" for arbitrary ends of keys.
+    ranges: a kind of `ranges.make_ranges`.
+    relative: R of a table of 2R + 1 distances.
+    alibi: slopes, "heads" for one per head; "all" for one per head and sequence.
+    bias: the axes, of "bhqk", along which it varies; None for no bias.
+    layout: "contiguous", or "strided" for views of one packed torch tensor.
     """
 
     name: str
@@ -98,12 +95,7 @@ class FlashCase:
 
 @dataclass(frozen=True)
 class VarlenCase:
-    """One call of `flash_attention_varlen`. What is not listed is as in `FlashCase`.
-
-    Attributes:
-        lengths: of queries and of keys.
-        padding: tokens after the last sequence.
-    """
+    """One call of `flash_attention_varlen`, with padding after the last sequence."""
 
     name: str
     lengths: tuple[tuple[int, int], ...] = ((40, 40), (0, 0), (1, 1), (70, 70))
@@ -170,7 +162,6 @@ def _has_wide_bias(case: FlashCase) -> bool:
 
 
 def _fields_of(case: FlashCase | VarlenCase) -> dict[str, Any]:
-    """Return the fields of a problem apart from the sequences' layout."""
     names = (
         "heads_q", "heads_kv", "head_dim", "dtype", "softcap", "deterministic", "precision",
         "row_max", "dropout_rate", "batch_invariant",
@@ -190,11 +181,10 @@ def _fields_of(case: FlashCase | VarlenCase) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BlockSparseCase(FlashCase):
-    """One call of `block_sparse_attention`. Other fields of `FlashCase` keep their defaults.
+    """One call of `block_sparse_attention`; other fields of `FlashCase` keep their defaults.
 
-    Attributes:
-        own_masks: "" for one shared mask; "heads" for one per head; "all" per head and sequence.
-        kept: share of the tiles that are kept, at random.
+    own_masks: "" for one shared mask; "heads" for one per head; "all" per head and sequence.
+    kept: share of the tiles that are kept, at random.
     """
 
     tile_q: int = 64
@@ -243,11 +233,7 @@ class DilatedCase(FlashCase):
 
 @dataclass(frozen=True)
 class ContextCase(FlashCase):
-    """One call of `context_attention` on every rank; `seq_kv` equals `seq_q`.
-
-    Attributes:
-        documents: lengths of packed documents, followed by padding; () for one document.
-    """
+    """One call of `context_attention` on every rank; `documents` are followed by padding."""
 
     ranks: int = 2
     sharding: str = "zigzag"
@@ -261,7 +247,6 @@ class ContextCase(FlashCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors, plan and ranks."""
         names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
         return {name: getattr(self, name) for name in (*names, "exchange")}
 
@@ -276,14 +261,12 @@ class ContextCase(FlashCase):
 
     @property
     def part(self) -> AttentionSpec:
-        """Return the problem of a rank's kernels."""
         window = super().spec.window
         options = FlashOptions(window_left=window.left, window_right=window.right)
         return problem_of_rank(self.way, self._own_part, self.plan, options)
 
     @property
     def _own_part(self) -> PartialSpec:
-        """Return the problem of a rank's queries and its own keys."""
         local = self.plan.local_len
         part = PartialSpec(**vars(super().spec))
         return replace(part, seq_q=local, seq_kv=local, window=Window())
@@ -293,16 +276,13 @@ class ContextCase(FlashCase):
 class DecodeCase:
     """One call of `paged_decode`. What is not listed is the call's option.
 
-    Attributes:
-        name: unique, and what `--filter` matches.
-        lengths: keys of each sequence, the new tokens included.
-        tokens: new tokens T of each; None for a q without that dimension.
-        heads_q ... dtype: of q [B, T, Hq, D] and of the pools.
-        latent: values are the first `head_dim_v` columns of the keys.
-        kv_dtype: of the pools; None is q's.
-        scale_shape: of the scales of a quantised cache, () or (heads_kv,).
-        tree: "drafts" for random trees of the new tokens; "any" for any ends.
-        common_pages: the most first pages that sequences share.
+    lengths: keys of each sequence, the new tokens included.
+    tokens: new tokens T of each; None for a q without that dimension.
+    latent: values are the first `head_dim_v` columns of the keys.
+    kv_dtype: of the pools; None is q's.
+    scale_shape: of the scales of a quantised cache, () or (heads_kv,).
+    tree: "drafts" for random trees of the new tokens; "any" for any ends.
+    common_pages: the most first pages that sequences share.
     """
 
     name: str
@@ -367,12 +347,7 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class PagedCase(DecodeCase):
-    """One call of `paged_attention`. What is not listed is as in `DecodeCase`.
-
-    Attributes:
-        new_tokens: how many of the keys are new, packed in q [Tq, Hq, D].
-        padding: tokens after the last sequence's.
-    """
+    """One call of `paged_attention`; `new_tokens` of the keys are new, and packed in q."""
 
     new_tokens: tuple[int, ...] = ()
     ranges: str = ""
@@ -394,12 +369,9 @@ class PagedCase(DecodeCase):
 class AppendCase:
     """One call of `append_kv`. What is not listed is as in `DecodeCase`.
 
-    Attributes:
-        tokens: new tokens T of each, in k_new [B, T, Hkv, D]; 0 if they are packed.
-        new_tokens: how many each has, packed in k_new [Tq, Hkv, D].
-        padding: tokens after the last sequence's.
-        heads_q: query heads that are rotated as well; 0 gives no q.
-        rotary_dim, positions: of the rotation, 0 for none; rows of its tables.
+    tokens: new tokens T of each; 0 if they are packed, as many as `new_tokens`.
+    heads_q: query heads that are rotated as well; 0 gives no q.
+    rotary_dim, positions: of the rotation, 0 for none; rows of its tables.
     """
 
     name: str

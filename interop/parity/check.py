@@ -78,8 +78,6 @@ def sample_check(
 def check_of(
     expected: Sequence[Expectation], names: Sequence[str]
 ) -> Callable[[Sequence[Any]], float]:
-    """Return a check like `sample_check`'s, from known results."""
-
     def check(arrays: Sequence[Any]) -> float:
         tensors = (x.detach() if isinstance(x, torch.Tensor) else _to_torch(x) for x in arrays)
         return worst(dict(zip(names, tensors, strict=True)), expected)
@@ -121,7 +119,6 @@ def compare(
 
 
 def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreement) -> Agreement:
-    """Compare both sides' results; `budgets` are those of a and b against the oracle."""
     if name in OF_ROWS:
         return compare_lse(a, b, max(budget.max_budget for budget in budgets), lse_unit(b))
     return compare_twins(a, b, *budgets)

@@ -66,11 +66,7 @@ def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:
 
 
 def choose_jobs(device: str, suite: str, cases: int) -> int:
-    """Return the number of processes for a suite's cases.
-
-    Compilation, on one core, takes most of the time. Cases of "large" may take most of a card's
-    memory, so these run one after the other.
-    """
+    """Return the number of processes; 1 for "large", whose cases may take most of a card."""
     if suite == "large":
         return 1
     cores = os.cpu_count() or 1
@@ -78,7 +74,6 @@ def choose_jobs(device: str, suite: str, cases: int) -> int:
 
 
 def facts(device: str) -> dict[str, str]:
-    """Return device, versions, commit and time, in a report's order."""
     versions = {name: _version(name) for name in ("torch", "jax", "triton", "numpy")}
     return {
         "device": _device_name(device),

@@ -70,7 +70,6 @@ def make_inputs(case: Case, device: str) -> Tensors:
 
 
 def has_gradient(name: str, x: torch.Tensor) -> bool:
-    """Return True for an operand that has a gradient."""
     return x.is_floating_point() and name not in CONSTANTS
 
 
@@ -218,7 +217,6 @@ def _slopes(case: FlashCase | VarlenCase | DecodeCase, batch: int, normal: Norma
 
 
 def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Tensors:
-    """Make a decode case's inputs; its sequences take the pool's pages in `order`."""
     spec, cache = case.spec, case.spec.cache
     dtype, device = getattr(torch, case.dtype), order.device
     inputs = {"q": normal((*_rows(case), spec.heads_q, spec.head_dim), dtype)}
@@ -276,7 +274,6 @@ def _random_parents(random: Random, count: int) -> list[int]:
 
 
 def _append_inputs(case: AppendCase, normal: Normal, order: torch.Tensor) -> Tensors:
-    """Make an append case's inputs; its sequences take the pool's pages in `order`."""
     spec, dtype = case.spec, getattr(torch, case.dtype)
     rows = (spec.tokens,) if spec.packed else (spec.batch, spec.tokens)
     inputs = {
@@ -311,7 +308,6 @@ def _pools(case: DecodeCase | AppendCase, normal: Normal) -> Tensors:
 
 
 def _columns(cache: PagedCache) -> dict[str, int]:
-    """Return the columns of each pool."""
     return {"k": cache.head_dim} | ({} if cache.latent else {"v": cache.head_dim_v})
 
 
@@ -325,9 +321,6 @@ def _share_pages(case: DecodeCase, pages: torch.Tensor) -> None:
 
 
 def _tables(case: DecodeCase | AppendCase, pages: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Return a case's tables and lengths, and which slots hold a key, from its `pages` [B,
-    max_pages].
-    """
     cache, device = case.spec.cache, pages.device
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     key = torch.arange(cache.capacity, device=device).view(cache.max_pages, cache.page_size)
@@ -338,7 +331,6 @@ def _tables(case: DecodeCase | AppendCase, pages: torch.Tensor) -> tuple[Tensors
 
 
 def _rows(case: DecodeCase) -> tuple[int, ...]:
-    """Return the leading dimensions of a decode's q."""
     if isinstance(case, PagedCase):
         return (case.spec.tokens,)
     return (case.spec.batch,) if case.tokens is None else (case.spec.batch, case.tokens)

@@ -21,7 +21,6 @@ def share(tensors: dict[str, torch.Tensor]) -> dict[str, jax.Array]:
 def call_jax(
     function: Attend, operands: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Call a function of named operands; return its outputs, then gradients if some are given."""
     attend = by_position(function, operands)
     call = with_gradients(attend) if gradients else lambda _, *x: attend(*x)
     return run_jax(jax.jit(call), share(operands), share(gradients))
@@ -35,7 +34,6 @@ def run_jax(
 
 
 def prepare_jax(attend: Attend, operation: str, operands: Sequence[Any], dout: Any) -> partial[Any]:
-    """Return a jitted call on JAX arrays, like `prepare_torch`'s."""
     if operation == "forward":
         return partial(jax.jit(attend), *operands)
     if operation == "backward":

@@ -71,7 +71,6 @@ class Part:
         return {name: x[self._index(name, x)] if x.ndim else x for name, x in tensors.items()}
 
     def _index(self, name: str, x: torch.Tensor) -> Any:
-        """Return the index in one tensor; axes of size 1 are shared."""
         index = self.where.get(name, ...)
         if name in ("bias", "dbias") and index is not ...:
             return tuple(i if n > 1 else slice(None) for i, n in zip(index, x.shape, strict=False))
@@ -108,7 +107,6 @@ class Expectation:
     errors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def crop(self, results: Tensors) -> Tensors:
-        """Return whole results cropped to `ref` and `lp`."""
         return self.part.crop_inner(self.part.crop(results))
 
 
@@ -167,10 +165,7 @@ def _errors(inputs: Tensors, part: Part, ref: Tensors, lp: Tensors) -> Tensors:
 
 
 def _errors_of_table(inputs: Tensors, spec: AttentionSpec) -> torch.Tensor:
-    """Return the expected errors of a table's gradient, [Hq, 2R + 1].
-
-    The table's ends sum many distances, so a wider table provides their errors.
-    """
+    """Return the expected errors of a table's gradient; its ends' errors are a wider table's."""
     table = inputs["relative_bias"]
     first, last = (x.expand(-1, WIDER) for x in (table[:, :1], table[:, -1:]))
     wide = inputs | {"relative_bias": torch.cat([first, table, last], 1)}
@@ -187,7 +182,6 @@ def _errors_of_table(inputs: Tensors, spec: AttentionSpec) -> torch.Tensor:
 
 
 def _rms(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
-    """Return the root mean square of the numbers other than 0 and NaN."""
     squares = x.double().nan_to_num().square()
     keep = {} if axis is None else {"dim": axis, "keepdim": True}
     return (squares.sum(**keep) / (squares > 0).sum(**keep).clamp(min=1)).sqrt()
@@ -215,12 +209,10 @@ def _rows_of_a_key(spec: AttentionSpec) -> float:
 
 
 def _delta(inputs: Tensors, results: Tensors) -> torch.Tensor:
-    """Return the row sums of dout · out: [B, Hq, Sq], or [Hq, Tq]."""
     return (inputs["dout"] * results["out"].double()).sum(-1).transpose(-1, -2)
 
 
 def _terms_of_sinks(inputs: Tensors, results: Tensors) -> torch.Tensor:
-    """Return the negated terms of the sinks' gradient: [Hq, rows]."""
     p = (inputs["sinks"][:, None] - results["lse"].double()).exp()
     terms = (p * _delta(inputs, results)).nan_to_num(0.0, 0.0, 0.0)
     return terms.movedim(-2, 0).flatten(1)
@@ -250,11 +242,7 @@ def parts_of(spec: Spec) -> list[Part]:
 
 
 def sample_of(spec: Spec, samples: int = SAMPLES) -> list[Part]:
-    """Return fixed samples: the first and last kv heads or sequences, and some between.
-
-    Packed sequences, a dilated attention, an append and a merge are one part; a paged attention has
-    parts by kv head.
-    """
+    """Return fixed samples: the first and last kv heads or sequences, and some between."""
     if isinstance(spec, DilatedSpec | VarlenSpec | AppendSpec | MergeSpec):
         return [Part(spec)]
     if isinstance(spec, PagedSpec):
@@ -404,7 +392,6 @@ def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Ten
 
 
 def _evaluate_append(inputs: Tensors, spec: AppendSpec, dtype: torch.dtype) -> Tensors:
-    """Append each sequence separately, token by token; queries of padding are 0."""
     cache = spec.cache
     new = {name: inputs[name].flatten(0, -3) for name in ("k_new", "v_new", "q") if name in inputs}
     bounds = range(0, spec.batch * spec.tokens + 1, max(1, spec.tokens))
@@ -460,7 +447,6 @@ def _sequences(spec: DecodeSpec) -> list[Part]:
 
 
 def _paged_heads(spec: PagedSpec) -> list[Part]:
-    """Return the kv heads, each over all sequences."""
     group, every = spec.group_size, slice(None)
     one = replace(spec, heads_q=group, cache=replace(spec.cache, heads=1))
 
@@ -480,10 +466,7 @@ def _heads(spec: AttentionSpec) -> list[Part]:
 
 
 def _chunks(spec: AttentionSpec) -> Iterator[Part]:
-    """Yield the kv heads in chunks of queries, of at most `SCORES` scores each.
-
-    A dilated attention is one chunk, because the head's number chooses its tokens.
-    """
+    """Yield the kv heads in chunks of queries; a dilated attention, chosen by head, is one."""
     if isinstance(spec, DilatedSpec):
         yield Part(spec)
         return

@@ -79,7 +79,6 @@ def ratio_plot(report: Report) -> Figure:
 
 
 def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float]]]:
-    """Return each case's name, position from 0 to 1, and ratio, by output and title."""
     lanes = defaultdict(list)
     for i, case in enumerate(report.cases):
         for c in case.comparisons:
@@ -91,7 +90,6 @@ def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float
 def _draw_lane(
     axes: Axes, y: float, spots: list[tuple[float, float, float, str]], colour: str
 ) -> None:
-    """Draw a lane's dots and crosses, and name its worst case."""
     axes.axhline(y, color=RULE_COLOUR, linewidth=0.6, zorder=0)
     dots = [spot for spot in spots if math.isfinite(spot[2])]
     crosses = [spot for spot in spots if not math.isfinite(spot[2])]
@@ -113,5 +111,4 @@ def _draw_lane(
 
 
 def _position(ratio: float, right_edge: float) -> float:
-    """Return a ratio's place on the logarithmic axis, from 0 to 1."""
     return math.log(ratio / LEFT_EDGE) / math.log(right_edge / LEFT_EDGE)

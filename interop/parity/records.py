@@ -28,13 +28,7 @@ ORACLE = "float64"
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output of one implementation, compared with the oracle or with a twin.
-
-    Attributes:
-        subject: its label, such as "pallas_attn triton sm80".
-        against: `ORACLE`, or the other framework's label.
-        output: "out", "lse", or a gradient such as "dq".
-    """
+    """One output of one implementation, compared with the oracle or with a twin."""
 
     subject: str
     against: str
@@ -56,11 +50,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One implementation on one case: how it ran, or the error that stopped it.
-
-    `seconds` include compilation; `ran` is what `explain` says. An error or a refusal leaves both
-    None.
-    """
+    """One implementation on one case; `seconds` include compilation."""
 
     subject: str
     seconds: float | None = None
@@ -71,13 +61,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The results of one case.
-
-    Attributes:
-        seconds: wall-clock time of runs, oracle and comparisons.
-        error: of the case, outside an implementation.
-        line: the command that repeats a random problem.
-    """
+    """The results of one case; `line` is the command that repeats a random problem."""
 
     name: str
     problem: dict[str, Any]
@@ -103,11 +87,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Report:
-    """A run of the harness.
-
-    `facts` are versions, device, commit and command; `planned` cases are more than `cases` after an
-    interrupt.
-    """
+    """A run of the harness; after an interrupt `planned` cases are more than `cases`."""
 
     facts: dict[str, str]
     planned: int
@@ -137,7 +117,6 @@ class Report:
 
     @property
     def titles(self) -> list[str]:
-        """Return the titles of all comparisons: implementations, then twins."""
         comparisons = [c for case in self.cases for c in case.comparisons]
         return list(dict.fromkeys(c.title for c in sorted(comparisons, key=_is_twin)))
 
@@ -162,7 +141,6 @@ def title(subject: str, against: str) -> str:
 
 
 def problem_text(problem: dict[str, Any]) -> str:
-    """Return a case's fields in one line, without defaults."""
     get = problem.get
     if get("new_tokens") is not None:
         lengths, tokens = problem["lengths"], sum(problem["new_tokens"]) + problem["padding"]
@@ -232,7 +210,6 @@ def function_of(problem: dict[str, Any]) -> str:
 
 
 def failures(result: CaseResult) -> list[str]:
-    """Return a line per exception and per comparison over its budget."""
     lines = list(result.errors)
     for c in result.comparisons:
         if not c.ok:
@@ -297,7 +274,6 @@ def features_of(problem: dict[str, Any]) -> list[str]:
 
 
 def _lengths(problem: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the queries and keys of each sequence."""
     if "num_states" in problem:
         return [(1, 1)]
     if "seq_q" in problem:
@@ -325,13 +301,11 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
 
 
 def worst(case: CaseResult, title: str) -> Comparison | None:
-    """Return a lane's comparison with the largest ratio, if any."""
     lane = [c for c in case.comparisons if c.title == title]
     return max(lane, key=lambda c: c.agreement.ratio, default=None)
 
 
 def worst_of_all(cases: Iterable[CaseResult], title: str) -> tuple[CaseResult, Comparison] | None:
-    """Return a lane's worst comparison over all cases, and its case."""
     found = [(case, c) for case in cases if (c := worst(case, title)) is not None]
     return max(found, key=lambda pair: pair[1].agreement.ratio, default=None)
 

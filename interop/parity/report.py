@@ -45,7 +45,6 @@ _CAPTION = (
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``parity.json`` and ``parity.html``; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     json_path, html_path = folder / "parity.json", folder / "parity.html"
     json_path.write_text(report.to_json(), encoding="utf-8")
@@ -136,7 +135,6 @@ def _subjects(cases: list[CaseResult]) -> list[str]:
 
 
 def _groups(report: Report) -> dict[str, dict[str, list[CaseResult]]]:
-    """Return cases by function, and by what their row is named: the function, or a feature."""
     groups: dict[str, dict[str, list[CaseResult]]] = {}
     for case in report.cases:
         function, *features = features_of(case.problem)
@@ -146,7 +144,6 @@ def _groups(report: Report) -> dict[str, dict[str, list[CaseResult]]]:
 
 
 def _passed(cases: list[CaseResult], subject: str, output: str = "") -> Cell:
-    """Return how many cases passed and ran, and the worst ratio, of one output or of all."""
     runs = [(case, run) for case in cases for run in case.runs if run.subject == subject]
     by_case = [
         (run, [c for c in case.comparisons if c.title == subject and output in ("", c.output)])
@@ -169,7 +166,6 @@ def _passed(cases: list[CaseResult], subject: str, output: str = "") -> Cell:
 
 
 def _equal_bits(cases: list[CaseResult], pair: tuple[str, str]) -> Cell:
-    """Return how many of a pair's compared results are equal."""
     both = [
         c.agreement.max_error == 0 and c.agreement.finite
         for case in cases
@@ -195,7 +191,6 @@ def _family_title(subject: str) -> str:
 
 
 def _kernels(subject: str) -> set[tuple[str, str]]:
-    """Return the package and folder of a subject's families."""
     side, name, *_ = (*subject.split(), "")
     if side not in PACKAGES:  # another library
         return set()

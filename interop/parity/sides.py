@@ -50,8 +50,6 @@ OUTPUTS = ("out", "lse")
 
 @dataclass(frozen=True)
 class Ours(Subject):
-    """A family of kernels of one side, as a subject."""
-
     side: str
     implementation: str
     target: str | None = None
@@ -160,7 +158,6 @@ def absent_operands(case: Case) -> dict[str, None]:
 def _results_of_ranks(
     side: Side, case: ContextCase, inputs: Tensors, implementation: str
 ) -> Tensors:
-    """Return what the ranks of a case got, for the whole sequence."""
     operands = {x: inputs[x] for x in ("q", "k", "v", "sinks") if x in inputs}
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
     found = side.attend_on_ranks(case, operands, gradients, implementation=implementation)
@@ -170,10 +167,7 @@ def _results_of_ranks(
 def results(
     side: Side, function: str, inputs: Tensors, constants: Sequence[str] = (), **options: Any
 ) -> Tensors:
-    """Call a function, and differentiate it if `inputs` has dout or dlse; return results by name.
-
-    `append_kv` returns the pools, and q if given.
-    """
+    """Return a function's results by name, with gradients if `inputs` has dout or dlse."""
     if constants:
         options["constants"] = tuple(constants)
     operands = {name: x for name, x in inputs.items() if name not in GRADIENTS}
@@ -193,7 +187,6 @@ class TorchSide:
     api, distributed = torch_attn, torch_attn.distributed
 
     def of_rank(self, case: ContextCase, operands: dict[str, Any]) -> dict[str, Any]:
-        """Return the first rank's tensors, plan and mesh."""
         own = {x: shard_sequence(operands[x], case.plan, 0) for x in "qkv"}
         mesh = SimulatedPeers(Room(case.ranks), 0)
         return own | {"sinks": operands.get("sinks"), "plan": case.plan, "mesh": mesh}
@@ -201,7 +194,6 @@ class TorchSide:
     attend_on_ranks = staticmethod(attend_in_threads)
 
     def share(self, tensors: Tensors) -> dict[str, Any]:
-        """Return tensors as arrays of the side's framework."""
         return tensors
 
     def call(
@@ -256,7 +248,6 @@ class PallasSide:
     def attend_on_ranks(
         self, case: ContextCase, operands: Tensors, gradients: Sequence[Any], implementation: str
     ) -> tuple[torch.Tensor, ...]:
-        """Return out, lse and gradients, as `call` does."""
         arrays = self.share(operands)
         dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
         attend = by_position(attend_under_vmap(case, implementation=implementation), arrays)

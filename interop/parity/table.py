@@ -40,7 +40,6 @@ class CaseTable(Progress):
         self._task = self.add_task("", total=len(names))
 
     def print_titles(self) -> None:
-        """Print the column titles, a word a line."""
         words = [title.split() for title in self._titles]
         if not self._has_room:
             words = [["worst"]]
@@ -99,7 +98,6 @@ def print_summary(console: Console, report: Report, written: Sequence[Path]) -> 
 
 
 def ratio_text(ratio: float) -> str:
-    """Return a ratio in at most seven characters."""
     return f"{ratio:.2f}" if ratio < 100 or ratio == float("inf") else f"{ratio:.1e}"
 
 

@@ -14,7 +14,6 @@ Attend = Callable[..., Any]  # an array, or a tuple of arrays, from arrays
 def call_torch(
     function: Attend, operands: dict[str, torch.Tensor], gradients: Sequence[torch.Tensor] = ()
 ) -> tuple[torch.Tensor, ...]:
-    """Call a function of named operands; return its outputs, then gradients if some are given."""
     attend = by_position(function, operands)
     operation = "both" if gradients else "forward"
     call = prepare_torch(attend, operation, [*operands.values()], gradients)
@@ -26,11 +25,7 @@ def prepare_torch(
 ) -> Callable[[], Any]:
     """Return a call of `attend` that may run many times, with the backward's graph already made.
 
-    Args:
-        dout: gradients of `attend`'s result or of its first parts; unused by a forward.
-
-    Returns:
-        A function that returns out, the operands' gradients, or (out, *gradients).
+    It returns out, the operands' gradients, or (out, *gradients).
     """
     if operation == "forward":
         return partial(attend, *operands)
@@ -55,8 +50,6 @@ def leaves(results: Any) -> tuple[Any, ...]:
 
 
 def by_position(function: Attend, names: Iterable[str]) -> Attend:
-    """Return a function of positional operands that returns a tuple."""
-
     def attend(*operands: Any) -> tuple[Any, ...]:
         results = function(**dict(zip(names, operands, strict=True)))
         return results if isinstance(results, tuple) else (results,)

@@ -29,8 +29,6 @@ _pipe: Connection | None = None  # of this process to its parent, if it is a wor
 
 
 class Named(Protocol):
-    """A dataclass with a name: a case, or what contains one."""
-
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
@@ -41,7 +39,6 @@ Run = Callable[[Any], CaseResult]
 
 
 def tell(step: str) -> None:
-    """Announce this process's next step, if it is a worker."""
     if _pipe is not None:
         _pipe.send(step)
 
@@ -53,18 +50,14 @@ def run_cases(
     begin: Callable[[str], None],
     limit: float | None = None,
 ) -> Generator[CaseResult]:
-    """Run cases in `jobs` processes and yield results as they come.
+    """Run cases in `jobs` processes and yield results as they come; one job needs no process.
 
-    With one job and no limit they run in this process. A process that dies fails its case; one
-    whose case raised is replaced, because a CUDA context is unusable after an illegal memory
-    access. Closing the generator ends all processes. A next case is taken once the result before it
-    was yielded.
+    A process that dies fails its case; one whose case raised is replaced, because a CUDA context is
+    unusable after an illegal memory access. Closing the generator ends all processes. A next case
+    is taken once the result before it was yielded.
 
-    Args:
-        run: picklable unless it runs in this process.
-        begin: told the name of each case that begins.
-        limit: seconds of silence after which a process is ended and its case fails; a new process
-            gets at least START. None waits for ever.
+    limit: seconds of silence after which a process is ended and its case fails; a new process
+    gets at least START. None waits for ever.
     """
     if jobs == 1 and limit is None:
         for case in cases:
@@ -109,8 +102,6 @@ def run_cases(
 
 
 class _Worker:
-    """The parent's view of a process that runs one case after the other."""
-
     def __init__(self, run: Run, limit: float | None):
         self.pipe, theirs = SPAWN.Pipe()
         self._process = SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
@@ -146,7 +137,6 @@ class _Worker:
         return None
 
     def hung(self) -> CaseResult:
-        """Return the failure of a case whose step took too long."""
         return self._failure(f"hung: no result after {self._allowed:g} seconds")
 
     def end(self) -> None:
@@ -165,7 +155,6 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """Receive `run`, then answer each case with its result."""
     global _pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends us
     _pipe = pipe

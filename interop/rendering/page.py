@@ -32,9 +32,7 @@ def facts(named: Mapping[str, str]) -> str:
 
 
 def figure(picture: Figure, caption: str, name: str) -> str:
-    """Return a picture, in its own box that scrolls, with a caption or ""; a screen reader says
-    `name`.
-    """
+    """Return a picture, in a box that scrolls, with a caption; a screen reader says `name`."""
     text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     box = f'<div class="plot" tabindex="0" role="img" aria-label="{escape(name)}">'
     return f"<figure>\n{box}{to_svg(picture)}</div>{text}</figure>"

@@ -30,7 +30,6 @@ _SUPERFLUOUS = re.compile(r"""font-family: [^;"]*; | transform="rotate\(-0 [^"]*
 
 
 def quiet(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
-    """Draw a light grid behind the data, and no frame."""
     axes.grid(axis=grid, color=RULE_COLOUR, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -55,11 +54,7 @@ def legend(figure: Figure) -> None:
 
 
 def to_svg(figure: Figure, standalone: bool = False) -> str:
-    """Return the figure as SVG, without metadata.
-
-    A standalone one is on white, with letters as outlines; another is an element with real text in
-    the page's font and colours.
-    """
+    """Return the figure as SVG: a standalone one has letters as outlines, another real text."""
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     letters = "path" if standalone else "none"

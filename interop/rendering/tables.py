@@ -59,10 +59,7 @@ def to_html(
     looks: Sequence[str] = (),
     filtered: bool = False,
 ) -> str:
-    """Return an HTML table, which page.js sorts by a clicked column.
-
-    `looks` has each row's class of page.css; a `filtered` table scrolls and has a filter field.
-    """
+    """Return an HTML table that sorts by a clicked column; `looks` has each row's class."""
     body = [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     numbers = numeric([titles, *([cell.text for cell in row] for row in body)])
     head = "".join(
@@ -92,7 +89,6 @@ def _td(cell: Cell, number: bool) -> str:
 
 
 def console_of(log_width: int) -> Console:
-    """Return a console as wide as the terminal, COLUMNS, or else `log_width`."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = log_width
@@ -100,10 +96,7 @@ def console_of(log_width: int) -> Console:
 
 
 def to_terminal(grid: Grid, styles: Sequence[str] = (), **options: Any) -> Table:
-    """Return the table for a `rich` console, numbers to the right.
-
-    `styles` has each row's, such as "red", or None.
-    """
+    """Return the table for a `rich` console, with each row's style."""
     table = Table(**COMPACT | options)
     for title, number in zip(grid[0], numeric(grid), strict=True):
         table.add_column(title, justify="right" if number else "left", overflow="fold")

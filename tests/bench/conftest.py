@@ -17,8 +17,6 @@ ORIGIN = {
 
 
 def raises(error: Exception) -> Callable[..., Any]:
-    """A function that takes anything and raises an error."""
-
     def function(*arguments: Any) -> Any:
         raise error
 

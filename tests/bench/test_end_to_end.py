@@ -1,5 +1,3 @@
-"""Whole training steps: what is refused, counted, timed, kept, and shown."""
-
 import io
 from dataclasses import replace
 
@@ -26,8 +24,6 @@ COMPILATION = 1000.0
 
 
 class Fake:
-    """Phases take 1, 2 and 3 units of milliseconds, after a slow first step."""
-
     def __init__(self, unit=1.0):
         self.unit = unit
         self.first = True

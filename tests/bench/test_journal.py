@@ -1,5 +1,3 @@
-"""A crash keeps what was measured, and what crashed never runs again."""
-
 import signal
 import sys
 import textwrap
@@ -74,7 +72,6 @@ def test_a_crash_is_a_row_and_the_run_goes_on(monkeypatch, tmp_path, capfd):
     rows = {(r.case["name"], r.label): (r.status, r.message) for r in load(path)}
     bad = ("failed", "its process crashed")
     assert rows == {("a", "good"): ("ok", None), ("a", "bad"): bad, ("a", "better"): ("ok", None)}
-    # Timed with others, then alone, then not at all.
     assert capfd.readouterr().err.count("started") == 3
 
 

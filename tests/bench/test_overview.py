@@ -1,5 +1,3 @@
-"""The picture and the numbers of README and docs/benchmarks.md are those of the records."""
-
 from collections import defaultdict
 from pathlib import Path
 from statistics import geometric_mean

@@ -1,5 +1,3 @@
-"""A case of parity gives an error for each implementation, and no times."""
-
 from functools import partial
 
 import pytest

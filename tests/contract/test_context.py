@@ -93,7 +93,6 @@ def lognormal_offsets(seed: int, seq_len: int, mean: int, sigma: float = 1.0) ->
 
 
 def rows_needed(plan: ContextPlan) -> list[int]:
-    """Return how many keys of other ranks each rank reads under a causal mask."""
     begins, ends = plan.bounds(Window(None, 0))
     counts = []
     for rank in range(plan.size):

@@ -1,5 +1,3 @@
-"""FLOPs and bytes, counted by hand."""
-
 from dataclasses import replace
 
 import numpy as np

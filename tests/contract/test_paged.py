@@ -1,5 +1,3 @@
-"""Paged attention's contract is that of its sequences one by one."""
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -70,7 +70,6 @@ def factor(scale, head):
 
 
 def inputs_of(case):
-    """Arrays in numpy, in the order of `DecodeOperands`."""
     made = make_inputs(case, "cpu")
     return [None if name not in made else to_numpy(made[name]) for name in DecodeOperands._fields]
 

@@ -1,5 +1,3 @@
-"""Helpers of ranges against their definitions, query by query."""
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

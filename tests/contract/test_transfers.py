@@ -87,7 +87,6 @@ def test_equal_hops_bring_every_key_that_is_seen(plan: ContextPlan, window: Wind
 
 @given(plans(), st.sampled_from(WINDOWS), st.sampled_from(["ring", "gather"]))
 def test_what_one_sends_another_receives(plan: ContextPlan, window: Window, exchange: str):
-    """In the same order; gradients have their keys' tokens."""
     steps = [exchange_steps(plan, window, exchange, rank) for rank in range(plan.size)]
     for at_once in zip(*steps, strict=True):
         for rank, step in enumerate(at_once):

@@ -1,5 +1,3 @@
-"""The contract of packed sequences is that of its sequences one by one."""
-
 import re
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Each example prints what it found, and exits with 1 if that is wrong."""
-
 import re
 from pathlib import Path
 

@@ -18,7 +18,6 @@ BACKWARD = FORWARD._replace(operation="flash_bwd", operands=(ROWS, LSE, OPERANDS
 
 
 def answers():
-    """Return plans, whose kernels are compiled, as text; launches do not count."""
     found = []
     for question in (FORWARD, BACKWARD):
         assert known.refusal(*question[:4]) is None

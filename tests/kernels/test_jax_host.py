@@ -1,5 +1,3 @@
-"""Plans of host functions: what becomes another framework's operation, and what is refused."""
-
 from typing import NamedTuple
 
 import jax

@@ -1,5 +1,3 @@
-"""Plans and kernels that an earlier process left on disk are what this process would make."""
-
 import subprocess
 import sys
 import threading

@@ -38,7 +38,6 @@ def make_pair(name, **options):
 @pytest.mark.parametrize("options", [{}, {"bias": True, "implementation": "triton"}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_weights_give_the_same(name, options):
-    """The weights go either way."""
     of_torch, of_jax = make_pair(name, **options)
     x = torch.randn(1, 128 if "Block" in name else 64, 64)
     out = of_torch(x)

@@ -33,7 +33,6 @@ def qkv():
 
 @pytest.fixture
 def fresh_caches():
-    """Keep no traced code, from before the test or from itself."""
     jax.clear_caches()
     yield
     jax.clear_caches()

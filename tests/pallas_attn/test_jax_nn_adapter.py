@@ -1,5 +1,3 @@
-"""`jax.nn.dot_product_attention`'s signature, against the function itself."""
-
 import inspect
 
 import jax

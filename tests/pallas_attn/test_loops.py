@@ -32,7 +32,6 @@ CACHES = decoding.CASE, decoding.LATER
 
 @pytest.fixture(params=dict.fromkeys(name_of("pallas_attn", x) for x in NAMES))
 def kernels(request):
-    """Each implementation that this machine runs, the other side's too."""
     return request.param
 
 

@@ -1,5 +1,3 @@
-"""Mosaic GPU kernels of paged caches traced and lowered, on any machine."""
-
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -168,7 +166,6 @@ def test_vmap_of_append_gives_each_its_own_pool():
 
 
 def test_under_scan():
-    """The pools are carried."""
     shapes = new_tokens(replace(CASE, tokens=1))
     q = operands(replace(CASE, tokens=1))["q"]
 

@@ -1,5 +1,3 @@
-"""Mosaic GPU kernels traced and lowered for SM90, on any machine."""
-
 import re
 from functools import partial
 

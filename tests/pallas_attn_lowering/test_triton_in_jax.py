@@ -179,7 +179,6 @@ def test_shards_are_lowered():
 
 
 def test_ptxas_takes_reordered_parameters(monkeypatch, tmp_path):
-    """ptxas makes the same code, but for where it finds each parameter."""
     pytest.importorskip("triton.backends.nvidia.compiler")
     from triton.backends.nvidia.compiler import get_ptxas
 

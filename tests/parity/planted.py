@@ -44,7 +44,6 @@ class _Backward(torch.autograd.Function):
 
 def dense(q, k, v, sinks=None, q_segment_ids=None, kv_segment_ids=None, *, fault="", causal=False,
           scale=None, window_size=None, softcap=None):  # fmt: skip
-    """Return out and lse, like `torch_attn.flash_attention`."""
     seq_q, seq_kv, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     if fault == "dq five times too large":
         q = _Backward.apply(q, 5.0)
@@ -100,7 +99,6 @@ def _seen(fault, seq_q, seq_kv, causal, window_size):
 
 
 def packed(q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks=None, *, fault="", softcap=None, **options):
-    """Return out and lse, like `torch_attn.flash_attention_varlen`."""
     ends = [cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()]
     if fault == "packing ignored":
         ends = [[0, x[-1]] for x in ends]

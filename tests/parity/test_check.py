@@ -1,5 +1,3 @@
-"""Right results pass and wrong ones do not, whole or on samples."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""The second oracle and the first one agree on named cases."""
-
 import numpy as np
 import pytest
 import torch

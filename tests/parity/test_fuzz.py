@@ -1,5 +1,3 @@
-"""Random problems: what is drawn, laid out and judged, and what becomes of a failure."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Other libraries' attention as subjects: what they return, and how they are run."""
-
 import os
 import signal
 from functools import partial

@@ -1,5 +1,3 @@
-"""The plugin of pytest: its fixture, its options, and that it imports no framework."""
-
 import os
 import subprocess
 import sys

@@ -103,7 +103,6 @@ def test_a_subject_runs_for_its_target(monkeypatch, torch_device):
 
 @pytest.mark.parametrize("case", context_cases(), ids=lambda case: case.name)
 def test_ranks_on_both_sides(case):
-    """All ranks run on one device."""
     inputs = make_inputs(case, "cpu")
     expected = expectations(inputs, parts_of(case.spec))
     sides = [Ours(side, "reference") for side in SIDES]

@@ -1,5 +1,3 @@
-"""`check_attention` finds faults that libraries had, and none in a right attention."""
-
 import time
 
 import pytest

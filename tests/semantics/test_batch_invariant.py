@@ -54,7 +54,6 @@ class Problem(NamedTuple):
 def make_problem(
     seed: int, attend: Any, device: str, size: int = 64, heads_kv: int = 1, option: int = 0
 ) -> Problem:
-    """Draw sequences of 4 heads, and attend to each of them alone."""
     rng, random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:

@@ -1,5 +1,3 @@
-"""Block masks: laws that tie them to other calls, and what lists may hold."""
-
 import re
 
 import pytest

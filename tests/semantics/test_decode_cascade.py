@@ -1,5 +1,3 @@
-"""Cascades read a batch's common first pages once for several sequences."""
-
 from dataclasses import replace
 from random import Random
 

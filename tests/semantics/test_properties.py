@@ -1,5 +1,3 @@
-"""Random problems, and laws between two calls."""
-
 from dataclasses import replace
 from importlib import import_module
 

@@ -1,5 +1,3 @@
-"""Every row is written, whatever the first offset."""
-
 import pytest
 import torch
 

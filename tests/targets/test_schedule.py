@@ -1,5 +1,3 @@
-"""The order in which programs that a GPU starts in turn take tiles."""
-
 from heapq import heapreplace
 from random import Random
 

@@ -1,5 +1,3 @@
-"""Lists of calls that are compiled ahead."""
-
 import jax
 import pytest
 

@@ -270,7 +270,6 @@ def test_a_torch_without_the_hook(monkeypatch):
 
 
 def kernels_of(function) -> list[str]:
-    """Return the names of the CUDA kernels that a call launches."""
     function()  # compile
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()

@@ -31,7 +31,6 @@ def test_opcheck(operands):
 
 @pytest.mark.parametrize("mapped", [(0, None), (0, 0), (None, 0)], ids=str)
 def test_vmap(operands, mapped):
-    """The mask is mapped or shared; of all sequences, or one of each."""
     q, k, v, kept = operands
     q, k, v = (torch.cat([x, x.flip(1)]) for x in (q, k, v))
 

@@ -1,5 +1,3 @@
-"""`torch.compile` refuses what the eager call does, and traces again only where it must."""
-
 from functools import partial
 
 import pytest

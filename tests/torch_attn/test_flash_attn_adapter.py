@@ -100,7 +100,6 @@ def test_flash_attn_func_refuses(options, error, message):
 
 
 def cached(table: bool) -> tuple[dict, dict]:
-    """Two sequences of 12 slots, and pages of 4, or pages out of order."""
     k, v = draw(2, 12, 2, 16), draw(2, 12, 2, 24)
     pages = {"k_pages": k.view(6, 4, 2, 16), "v_pages": v.view(6, 4, 2, 24)}
     if table:

@@ -1,5 +1,3 @@
-"""The order of work items of the explicit SM90 kernels."""
-
 from dataclasses import replace
 
 import pytest

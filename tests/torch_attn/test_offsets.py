@@ -20,7 +20,6 @@ SIZE = 128
 
 
 def test_gradients_of_parts_that_lie_far_apart():
-    """The second part lies 2^31 elements behind the first."""
     rows = 2**31 // SIZE + 1
     make = torch.Generator().manual_seed(0)
     outs = torch.randn(2, SIZE, generator=make).bfloat16()

@@ -1,5 +1,3 @@
-"""Replay host functions with other operands, on a CPU."""
-
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 

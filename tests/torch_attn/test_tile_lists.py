@@ -166,11 +166,7 @@ def lists_of(kernel, operands, spec) -> tuple[torch.Tensor, int, int]:
 
 
 def check_lists(lists, pairs, block: int, other: int, padding, padding_of_others, ids=None) -> None:
-    """Compare lists with the pairs [rows, others] that are seen, and with what is padding.
-
-    `ids` are of the rows that stay and of the others. A tile that is alike has one segment, which
-    is that of all rows that stay.
-    """
+    """Compare lists with the pairs [rows, others] that are seen, and with what is padding."""
     middle = (lists.shape[1] - HEADER.value) // 2
     rows = zip(pairs.split(block), padding.split(block), lists.tolist(), strict=len(pairs) > 0)
     for n, (row, is_padding, entries) in enumerate(rows):

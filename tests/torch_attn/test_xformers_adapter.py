@@ -20,7 +20,6 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def make(name: str, **attributes):
-    """Return a mask of a class of this name."""
     return type(name, (SimpleNamespace,), {})(**attributes)
 
 

@@ -131,7 +131,6 @@ MODELS = [
 
 
 def build(row: Model, implementation: str) -> torch.nn.Module:
-    """Return the model; the same weights for every implementation."""
     register()
     torch.manual_seed(0)
     config_class, model_class = row.classes.split()
@@ -182,7 +181,6 @@ def padding(side: str | None, batch: int = 2, length: int = 12, short: int = 8) 
 
 
 def batch_of(row: Model, side: str | None) -> dict[str, Tensor]:
-    """Return a model's inputs, two sequences, padded on a side."""
     if row.kind == "images":
         return {
             "pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -311,7 +309,6 @@ TABLE = re.compile(rf"^{re.escape(HEAD)}\n(?:\|.*\n)*", re.MULTILINE)
 
 
 def cell(row: Model, column: str) -> str:
-    """Return "yes", "no", or nothing where the column does not apply."""
     check, kinds = COLUMNS[column]
     if row.kind not in kinds:
         return ""

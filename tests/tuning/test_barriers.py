@@ -13,7 +13,6 @@ def instruction(address, text, reads_late=7, awaits=0, writes_late=7):
 
 
 def kernel(*instructions):
-    """Machine code that arrives at a barrier by the number in R9, and goes on."""
     lines = [
         instruction(0x00, "IMAD.U32 R9, RZ, RZ, UR4"),
         instruction(0x10, "BAR.ARV R9, 0x120", reads_late=1),

@@ -1,5 +1,3 @@
-"""The bound of a tile, against numbers worked out by hand."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Uniform registers that nothing wrote are found."""
-
 import pytest
 
 from tuning.static.uniform import unwritten

@@ -414,11 +414,7 @@ def _pages_of(cache: Tensor, count: int, size: int) -> Tensor:
 
 
 def _unpacked(name: str, x: Tensor, count: int, ndim: int) -> tuple[Tensor, ...]:
-    """Return the parts of a packed tensor [..., count, H, D].
-
-    Raises:
-        ValueError: it has another shape.
-    """
+    """Return the parts of a packed tensor [..., count, H, D]."""
     if x.ndim != ndim or x.shape[-3] != count:
         expected = f"{ndim} dimensions [..., {count}, H, D]"
         fail(ValueError, name, expected, f"shape {tuple(x.shape)}")
@@ -432,25 +428,21 @@ def _no_softcap(alibi_slopes: Tensor | None, softcap: float) -> None:
 
 
 def _no_probabilities(return_attn_probs: bool) -> None:
-    """Refuse the probabilities, which are never in memory."""
     if return_attn_probs:
         expected = "False (torch_attn.flash_attention has return_lse)"
         fail(NotImplementedError, "return_attn_probs", expected, return_attn_probs)
 
 
 def _absent(**arguments: object) -> None:
-    """Refuse arguments of flash-attn that `torch_attn` has no code for, where they are set."""
     for name, value in arguments.items():
         if value is not None:
             fail(NotImplementedError, name, "None", type(value).__name__)
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
-    """Return flash-attn's pair with None for -1."""
     left, right = (None if side == -1 else side for side in window_size)
     return left, right
 
 
 def _softcap(softcap: float) -> float | None:
-    """Return flash-attn's softcap with None for 0.0."""
     return None if softcap == 0 else softcap

@@ -1,5 +1,3 @@
-"""Seeds of dropout from torch's generators."""
-
 from __future__ import annotations
 
 import torch

@@ -131,7 +131,6 @@ def _window(mask: Any) -> tuple[int | None, int | None]:
 
 
 def _offsets(mask: Any, q: Tensor, is_top_left: bool) -> tuple[Tensor, Tensor]:
-    """Return the offsets of a mask's blocks."""
     of_q, of_k = mask.q_seqinfo, mask.k_seqinfo
     if len(q) != 1:
         fail(ValueError, "query", "a batch of 1 with blocks", len(q))

@@ -184,10 +184,7 @@ def _agree(
     exchange: str | None,
     implementation: Implementation | None,
 ) -> tuple[_ContextCall, tuple[Any, ...]]:
-    """Check a call on this rank and, the first time, that all ranks make the same call.
-
-    Return the call, and its tensors as they will be used. Every rank raises the first rank's error.
-    """
+    """Check a call, the first time on all ranks, each of which raises the first rank's error."""
     agreed = AGREED.setdefault(peers.group, _Agreed(set(), Kept(AGREED_MAX)))
     key = None
     plain = [type(x) in (Tensor, Parameter) for x in tensors]
@@ -254,7 +251,6 @@ def _check(
     exchange: str | None,
     implementation: Implementation | None,
 ) -> tuple[_ContextCall, tuple[Any, ...]]:
-    """Check a call on this rank; return what `_agree` does."""
     options = check_flash_options(*given)
     if not isinstance(plan, ContextPlan):
         fail(TypeError, "plan", "a ContextPlan of `context_plan`", type_name(plan))
@@ -380,7 +376,6 @@ class RankCall(NamedTuple):
 
     @property
     def window(self) -> Window:
-        """The window, `causal` included."""
         return self.call.options.window
 
     def run(self, operation: str, part: _Numbered, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -400,8 +395,8 @@ class RankCall(NamedTuple):
     ) -> Iterator[tuple[_DeviceStep, _Numbered, PartialOperands[Tensor] | None]]:
         """Yield each step, the operation on its keys, and its operands, None if it has no keys.
 
-        The next keys travel meanwhile. A forward begins with its own keys. A backward ends with
-        them, while the last gradients go back.
+        The next keys travel meanwhile. A backward ends with its own, while the last gradients go
+        back.
         """
         call, peers = self.call, self.peers
         steps = _steps(self.plan, self.window, call.exchange, peers.rank, q.device)

@@ -85,11 +85,6 @@ def _check(name: str, error: int) -> None:
 
 @cache
 def driver() -> _Driver:
-    """Return the driver's stream operations.
-
-    Raises:
-        OSError, AttributeError: there are none, or they are too old.
-    """
     return _Driver()
 
 
@@ -223,7 +218,6 @@ def _bytes_of_row(x: Tensor) -> int:
 
 
 def arena_bytes(size: int, slot_bytes: int, slots: int) -> int:
-    """Return the bytes that an `Arena` takes on each of `size` ranks."""
     return _bytes_of_numbers(size) + slots * slot_bytes
 
 
@@ -246,10 +240,7 @@ def symmetric_memory(group: Any, device: torch.device, size: int) -> tuple[Any, 
 
 
 class _Lane(NamedTuple):
-    """An arena on a GPU, for exchanges of one kind.
-
-    Copies may begin after the event `begin`; `handle` keeps the memory.
-    """
+    """An arena on a GPU; copies may begin after the event `begin`, `handle` keeps the memory."""
 
     arena: Arena
     stream: torch.cuda.Stream
@@ -392,10 +383,7 @@ def copies_of(group: Any, device: torch.device) -> Copies | None:
 
 
 def prepare_copies(group: Any, device: torch.device, say: Say) -> Copies | None:
-    """Return a group's exchange by copies; None if a rank cannot. All ranks must call it alike.
-
-    `say` takes the group and an object, and returns an object from each rank.
-    """
+    """Return a group's exchange by copies; None if a rank cannot. All ranks must call it alike."""
     if device.type != "cuda":
         return None
     found = _found.setdefault(group, {})

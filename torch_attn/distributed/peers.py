@@ -108,12 +108,6 @@ def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 class GroupPeers(Peers):
     def __init__(self, mesh: Any) -> None:
-        """Take a device mesh of one dimension, or a process group.
-
-        Raises:
-            TypeError: it is neither.
-            ValueError: a mesh of several dimensions.
-        """
         if isinstance(mesh, DeviceMesh):
             if mesh.ndim != 1:
                 fail(ValueError, "mesh", "one dimension, such as mesh['context']", mesh.ndim)

@@ -52,10 +52,7 @@ _HEADS = _Placement(
 
 
 def _placements(k: Any, others: Any) -> list[_Placement]:
-    """Return how the tensors may be placed on a mesh dimension.
-
-    `others` are the operands after the sinks, and what follows them.
-    """
+    """Return how the tensors may be placed on a mesh dimension."""
     if others[_NUM_OTHERS - 1] is not None:
         return [_Placement()]
     found = [_Placement(), _BATCH]

@@ -20,19 +20,14 @@ _AT_A_TIME = 8  # addends per pass over memory
 
 
 class _Addend(NamedTuple):
-    """Gradients [B, rows, H, D] float32 of some keys; `places` [num_rows] has each key's row, or
-    -1.
-    """
+    """Gradients [B, rows, H, D] float32; `places` [num_rows] has each key's row, or -1."""
 
     gradients: tuple[Tensor, ...]
     places: Tensor
 
 
 class GradientSums:
-    """Gradients of a rank's keys, through its own and other ranks' queries.
-
-    The plan fixes the order of the sums.
-    """
+    """Gradients of a rank's keys, through all ranks' queries, summed in the plan's order."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows

@@ -70,7 +70,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tune the chosen rows; return 130 when interrupted."""
     shipped = table_path(arguments.side, arguments.target)
     output = arguments.output or shipped
     table = ConfigTable((output if output.exists() else shipped).read_text())

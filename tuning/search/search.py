@@ -29,11 +29,7 @@ Timer = Callable[[Mapping[KernelConfig, Run]], "dict[KernelConfig, Timing]"]
 
 
 class Tools(NamedTuple):
-    """The functions that use a compiler and a GPU: to survey, call and time configurations.
-
-    calls: returns a row's `call` for `search`.
-    note: the table's comment on a found configuration.
-    """
+    """The functions that use a compiler and a GPU; `note` comments on a found configuration."""
 
     survey: Surveyor
     calls: Callable[[Row, TimedCase], Callable[[KernelConfig], Run]]
@@ -42,8 +38,6 @@ class Tools(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A configuration that is faster than the row's, with both times of one timing."""
-
     config: KernelConfig
     times: Times
     before: Times
@@ -149,7 +143,6 @@ def show(
 
 
 def case_of(table: ConfigTable, row: Row) -> TimedCase:
-    """Return the case that stands for a row, or raise LookupError."""
     for case in cases(row.kernel):
         if table.index_of(row.kernel, reader(row.kernel, case.spec)) == row.index:
             return case

@@ -27,11 +27,7 @@ MOST_SPILLED = 4096
 
 @dataclass(frozen=True)
 class Survey:
-    """One configuration, compiled: the resources of the first problem that failed, or of the first.
-
-    reason: why it is not worth a launch, or None.
-    code: a digest of the first problem's code.
-    """
+    """A compiled configuration: the resources of the first problem that failed, or of the first."""
 
     config: KernelConfig
     resources: Resources | None
@@ -40,12 +36,6 @@ class Survey:
 
 
 class Plan(NamedTuple):
-    """One row and the static gate's problems that read it; each must compile to fit code.
-
-    spec: what is timed.
-    device: of the launches, such as "sm90"; None if there are none.
-    """
-
     package: str
     target: str
     kernel: str
@@ -85,7 +75,6 @@ def gate_problems(table: ConfigTable, package: str, target: str, row: Row) -> It
 
 
 def compile_one(plan: Plan, config: KernelConfig) -> Survey:
-    """Compile one configuration for a plan's problems, until one rules it out."""
     compile_kernels = compiler(plan.problems[0].framework)
     first = code = None
     try:

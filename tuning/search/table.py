@@ -17,8 +17,6 @@ _ROW = re.compile(r"\s*\[.*\],\s*(#.*)?")  # a line
 
 @dataclass(frozen=True)
 class Row:
-    """A row by its place among the kernel's rows; key: which problems it serves."""
-
     kernel: str
     index: int
     key: tuple[tuple[str, Any], ...]
@@ -46,7 +44,6 @@ class ConfigTable:
             seen.add(row.key)
 
     def index_of(self, kernel: str, spec: Spec) -> int | None:
-        """Return the place of the row that serves a problem, if any."""
         if not isinstance(spec, KERNELS[kernel].spec):
             return None
         rows = enumerate(self._rows.get(kernel, ()))

@@ -79,7 +79,6 @@ class Trials:
         return run
 
     def error(self, results: Sequence[Any]) -> float:
-        """Return the worst error of the function's results over its budget."""
         results = [x for x in results if x is not None]
         if self._side == "pallas_attn":
             results = [to_torch(x) for x in results]

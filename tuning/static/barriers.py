@@ -83,7 +83,6 @@ def _is_overwritten(
 
 
 def _written(text: str) -> range:
-    """Return the registers that an instruction writes at once."""
     result = RESULT.match(text)
     if not result:
         return range(0)

@@ -62,8 +62,6 @@ class Tile:
 
     flops: operations of its products, padded columns included.
     special: exponentials and reciprocals, for the scores.
-    bytes: loaded, and stored if there is no loop.
-    source: of most bytes: "L2" or "device memory".
     """
 
     flops: int
@@ -74,12 +72,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Bound:
-    """The cycles of a tile.
-
-    intensity: floating-point operations per byte.
-    cycles: of one SM, by resource.
-    limit: the resource with the most cycles.
-    """
+    """The cycles of a tile on one SM by resource, and the resource with the most."""
 
     tile: Tile
     intensity: float
@@ -121,11 +114,10 @@ def count(
     padded: Callable[[int], int] = padded_head_dim,
     cap_functions: int = 2,
 ) -> Tile:
-    """Count the work of one wholly visible tile of a kernel of `spec`.
+    """Count the work of one wholly visible tile, whose columns are `padded`.
 
-    padded: the tile's columns for a head dimension.
     cap_functions: special functions of a score's softcap: two of a tanh by exponentials, one of a
-        quotient of polynomials, none of a polynomial.
+    quotient of polynomials, none of a polynomial.
     """
     described = find_kernel(kernel)
     sizes = {"d": padded_keys(spec, padded), "dv": padded(spec.head_dim_v)}

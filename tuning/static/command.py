@@ -116,7 +116,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _select(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the chosen problems, at least one per feature; exit with code 2 if there are none."""
     found = [
         problem
         for target in arguments.target or TARGETS
@@ -200,7 +199,6 @@ def _fuzz(arguments: argparse.Namespace, console: Console, begin: float) -> int:
 
 
 def _compiled_here(selected: Sequence[Any], console: Console) -> list[Any]:
-    """Return the problems that this machine can compile; print why not the others."""
     reasons = [not_compiled(problem) for problem in selected]
     pairs = list(zip(selected, reasons, strict=True))
     for name, reason in dict.fromkeys((_table_of(x), reason) for x, reason in pairs):

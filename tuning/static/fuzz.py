@@ -43,7 +43,6 @@ class Mistake:
 
 
 def compilations(framework: str, target: str, number: int, seed: int) -> list[Compilation]:
-    """Return random problems of flash attention for all explicit families of a framework."""
     return [
         Compilation(problem, case.spec, case.sinks, framework, target, family)
         for problem, case in islice(_problems(seed), number)
@@ -53,7 +52,6 @@ def compilations(framework: str, target: str, number: int, seed: int) -> list[Co
 
 
 def _problems(seed: int) -> Iterator[tuple[Problem, FlashCase | VarlenCase]]:
-    """Yield random 16-bit problems and their cases, all with different kernels."""
     for index in count(step=VARIANTS):
         problem = draw(seed, index, LONGEST)
         case = problem.case
@@ -64,7 +62,6 @@ def _problems(seed: int) -> Iterator[tuple[Problem, FlashCase | VarlenCase]]:
 
 
 def find_mistakes(of: Compilation) -> tuple[int, list[Mistake]]:
-    """Compile a problem's kernels; return how many, and what is wrong with them."""
     compile_kernels = compiler(of.framework, of.family)
     options = {"family": of.family} if of.family == "gluon" else {}
     try:

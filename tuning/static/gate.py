@@ -99,7 +99,6 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
         "softcap": 30.0, "num_splits": 1,
     },
 }  # fmt: skip
-# Of paged attention with chunks of prompts.
 CHUNK_FEATURES: dict[str, dict[str, Any]] = {
     "chunks": {"num_splits": 2},
     "chunks-tree": {"num_splits": 2, "tree": "drafts"},
@@ -113,14 +112,12 @@ CHUNK_FEATURES: dict[str, dict[str, Any]] = {
         "num_splits": 1,
     },
 }  # fmt: skip
-# Those that the explicit kernels have, and small pages.
 EXPLICIT_CHUNK_FEATURES: dict[str, dict[str, Any]] = {
     "chunks-in-one-part": {"num_splits": 1},
     "chunks-all-options": CHUNK_FEATURES["chunks-all-options"],
 }
 FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES, *CHUNK_FEATURES, "chunks-in-one-part")
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
-# Families of each framework whose tables are checked, with their targets.
 FAMILIES = {
     "torch": {"triton": TARGETS, "gluon": TARGETS},
     "jax": {"triton": TARGETS, "mosaic": TARGETS},
@@ -210,7 +207,6 @@ class Problem:
 
     @property
     def spec(self) -> AttentionSpec | DecodeSpec:
-        """Return a problem that reaches the row and has the feature."""
         if self.feature in FLASH_FEATURES:
             head_dim = self.head_dim - 8 if self.feature == "odd-head-size" else self.head_dim
             options = FLASH_FEATURES[self.feature]
@@ -242,17 +238,12 @@ class Problem:
 
     @property
     def sinks(self) -> bool:
-        """True where `flash_attention` is given sinks."""
         return FLASH_FEATURES.get(self.feature, {}).get("sinks", False)
 
 
 def decode_spec(
     kv_dtype: str, head_dim: int, batch: int, heads_kv: int, **options: Any
 ) -> DecodeSpec:
-    """Return a decode of 16 query heads, in float16 with a quantised cache.
-
-    options: further fields of a `DecodeCase`.
-    """
     dtype = "float16" if kv_dtype in QUANTIZED_DTYPES else kv_dtype
     lengths = (1,) * batch
     return DecodeCase(
@@ -273,8 +264,6 @@ def paged_spec(kv_dtype: str, head_dim: int, **options: Any) -> PagedSpec:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A compiled kernel's resources and bound, and the reasons why it fails."""
-
     problem: Problem
     kernel: str
     config: KernelConfig
@@ -381,7 +370,6 @@ def check(problem: Problem) -> list[Verdict]:
 
 
 def _compile(problem: Problem) -> list[tuple[str, KernelConfig, Any]]:
-    """Compile a problem's kernels for its card: as configured where nothing fits."""
     compile_kernels = compiler(problem.framework, problem.family)
     options: dict[str, Any] = {"sinks": problem.sinks}
     if problem.family == "gluon":
@@ -396,7 +384,6 @@ def _compile(problem: Problem) -> list[tuple[str, KernelConfig, Any]]:
 
 
 def shared_memory_limit(kernel: str, target: str) -> int:
-    """Return the bytes of shared memory that a kernel's block may have on all its cards."""
     if target == "sm80" and not kernel.startswith("flash_bwd"):
         return SHARED_MEMORY_OF_SMALLER_CARDS
     return SHARED_MEMORY_LIMIT[target]

@@ -41,11 +41,7 @@ _CAPABILITIES = {"sm80": "major: 8", "sm90": "major: 9 feature_extension: ACCELE
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel, as `tuning.static.resources.measure` reads it.
-
-    asm: "ptx" and "cubin".
-    metadata: `shared`, the bytes of a program, and `num_warps`.
-    """
+    """A compiled kernel, as `tuning.static.resources.measure` reads it."""
 
     asm: dict[str, Any]
     metadata: Any
@@ -67,11 +63,7 @@ def compile_kernels(
 ) -> list[tuple[str, KernelConfig, Compiled]]:
     """Compile a problem's kernels as `pallas_attn` calls them, for both kinds of backwards.
 
-    Return each kernel's name, configuration and code. Raise RuntimeError if the plugin compiled
-    nothing, as for a second target in one process.
-
-    shared_memory: as in `gate.Problem`.
-    sinks: give sinks to `flash_attention`; a decode always has them.
+    Raise RuntimeError if the plugin compiled nothing, as for a second target in one process.
     """
     # Set before the plugin is loaded; its other dumps would take hundreds of megabytes.
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
@@ -118,10 +110,6 @@ def _is_installed(module: str) -> bool:
 
 @cache
 def card_in_words(target: str, limit: int) -> Any:
-    """Return a described device of JAX to compile for.
-
-    limit: bytes of shared memory per block.
-    """
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # set before the plugin is loaded
     text = _DESCRIPTION.substitute(
         target=target, limit=limit, sms=NUM_SMS[target], capability=_CAPABILITIES[target]
@@ -192,7 +180,6 @@ def _operations(operation: Any) -> Iterator[Any]:
 
 
 def _assemble(ptx: str) -> bytes:
-    """Assemble PTX with the ptxas that JAX has found."""
     (target,) = re.findall(r"(?m)^\.target (\w+)", ptx)
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")

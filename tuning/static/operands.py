@@ -119,10 +119,7 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
 
 
 def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
-    """Return a problem's terms of scores and dropout seed, by name.
-
-    All sequences share a bias, in the problem's dtype or a wide one.
-    """
+    """Return a problem's terms of scores and dropout seed; all sequences share a bias."""
     shapes = {
         "bias": (1, spec.heads_q, spec.seq_q, spec.seq_kv),
         "relative_bias": (spec.heads_q, 257),
@@ -193,7 +190,6 @@ def append_spec(spec: DecodeSpec) -> AppendSpec:
 
 
 def append_operands(spec: AppendSpec, empty: Empty[X]) -> AppendOperands[X]:
-    """Return the operands of `append_kv`, with scales per kv head."""
     cache = spec.cache
     pages = (cache.num_pages, cache.page_size, cache.heads)
     new = (spec.dtype, spec.tokens) if spec.packed else (spec.dtype, spec.batch, spec.tokens)

@@ -30,10 +30,7 @@ def compile_kernels(
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `pallas_attn` calls them.
 
-    Args:
-        limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
-        sinks: give sinks to `flash_attention`; a decode always has them.
-        shared_memory: as in `gate.Problem`.
+    limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
     """
     backend = portable_backend("pallas_attn", target)
     # Its backward is always deterministic.

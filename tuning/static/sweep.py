@@ -36,11 +36,7 @@ _WITH_TILES = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
 
 @dataclass(frozen=True)
 class Misfit:
-    """A problem whose configuration takes more shared memory than there is.
-
-    row: the gate's problem with its configurations.
-    outcome: the kernel, and the configuration that fits; or why it is refused.
-    """
+    """A problem that takes more shared memory than there is; `outcome` says what fits."""
 
     row: Problem
     spec: AttentionSpec | DecodeSpec
@@ -64,10 +60,7 @@ def lengths_of(
 
 
 def sweep(row: Problem, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:
-    """Compile a row's problems, in a separate process (`only_shared_memory`).
-
-    Return their number, and those that do not fit as configured.
-    """
+    """Compile a row's problems, in a separate process; return their number, and what misfits."""
     specs = lengths_of(row, windows)
     with only_shared_memory():
         return len(specs), [misfit for spec in specs for misfit in misfits_of(row, spec)]

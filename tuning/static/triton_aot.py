@@ -29,11 +29,9 @@ def compile_kernels(
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `torch_attn` launches them, for both kinds of backwards.
 
-    Return each kernel's name, configuration and Triton's result. Raise NotImplementedError if the
-    explicit kernels do not cover the problem.
+    Raise NotImplementedError if the explicit kernels do not cover the problem.
 
     limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
-    sinks: give sinks to `flash_attention`; a decode always has them.
     device: what to assemble for; the target's own devices by default.
     """
     folders = "portable", target
@@ -52,8 +50,6 @@ def _empty(dtype: str, *shape: int) -> torch.Tensor:
 
 
 class _Driver:
-    """As much of a Triton driver as compiling takes."""
-
     def __init__(self, device: str) -> None:
         self.device = device
 

@@ -84,7 +84,6 @@ def _registers(instruction: str) -> tuple[int, int]:
 
 
 def _count_results(name: str) -> int:
-    """Return how many general registers an instruction writes, at most."""
     if "MMA" in name:
         return 128
     if re.search(r"\.128|LDSM", name):

@@ -109,7 +109,6 @@ def _degree_least(document: _Document, local_len: int, work_max: float, size: in
 
 
 def _shares(document: _Document, degree: int) -> Iterator[_Share]:
-    """Yield a document's shares, with equal work."""
     if degree == 1:
         yield _Share.of(document, (document.start, document.end))
         return
@@ -120,10 +119,7 @@ def _shares(document: _Document, degree: int) -> Iterator[_Share]:
 
 
 def _deal(degrees: dict[_Document, int], local_len: int, size: int) -> list[_Rank]:
-    """Deal out the costliest shares first, each to the rank with least work that has room.
-
-    The shortest documents, and shares that fit nowhere, then fill the ranks one after the other.
-    """
+    """Deal out the costliest shares first, each to the rank with least work that has room."""
     ranks = [_Rank(local_len) for _ in range(size)]
     shares = [share for item in degrees.items() for share in _shares(*item)]
     shares.sort(key=attrgetter("work"), reverse=True)
@@ -172,10 +168,7 @@ def _pour(shares: Sequence[_Share], ranks: Sequence[_Rank]) -> None:
 def _document_to_cut(
     rank: _Rank, degrees: dict[_Document, int], local_len: int, size: int, mean: float
 ) -> _Document | None:
-    """Return the document to cut further on a rank with too much work.
-
-    It is the shortest whose cut takes enough work; otherwise the one whose cut takes most.
-    """
+    """Return the document to cut: the shortest that takes enough work, or what takes most."""
     length_least = max(_SHARE_LEAST * local_len, 1)
 
     def can_be_cut(document: _Document) -> bool:

@@ -205,11 +205,7 @@ class ContextPlan:
 
 
 def intervals_of(begins: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> Intervals:
-    """Return which keys each query sees.
-
-    begins, ends: [Sq] int32, the first position that each query sees, and one past the last.
-    positions: [Skv] int32, of the keys, increasing.
-    """
+    """Return which keys, at positions [Skv], each query sees: from begins on, before ends, [Sq]."""
 
     def search(bounds: np.ndarray, x: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
         return np.searchsorted(bounds, x, side=side).astype(np.int32)

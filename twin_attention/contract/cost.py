@@ -34,10 +34,7 @@ def block_sparse_pairs(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> in
 
 
 def tree_pairs(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count the pairs that the keys' ends [B, Skv] keep, in all heads of all sequences.
-
-    A window of positions is applied; a window of depths hides nothing here.
-    """
+    """Count the pairs that the keys' ends [B, Skv] keep; a window of depths hides nothing here."""
     key = np.arange(spec.seq_kv, dtype=np.int64)
     end = np.minimum(kv_ends.astype(np.int64), spec.seq_kv)
     left = spec.position_window.left
@@ -64,7 +61,6 @@ def range_pairs(spec: AttentionSpec, q_ranges: np.ndarray) -> int:
 
 
 def forward_flops(spec: AttentionSpec) -> int:
-    """Count the operations of the products q·kᵀ and p·v."""
     return _forward_flops(spec, spec.batch * spec.heads_q * visible_pairs(spec))
 
 
@@ -74,42 +70,34 @@ def backward_flops(spec: AttentionSpec) -> int:
 
 
 def block_sparse_forward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count over the pairs that this mask keeps."""
     return _forward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def block_sparse_backward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count over the pairs that this mask keeps."""
     return _backward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def tree_forward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count over the pairs that these ends keep."""
     return _forward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def tree_backward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count over the pairs that these ends keep."""
     return _backward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def range_forward_flops(spec: AttentionSpec, q_ranges: np.ndarray) -> int:
-    """Count over the pairs in the window or in these ranges."""
     return _forward_flops(spec, range_pairs(spec, q_ranges))
 
 
 def range_backward_flops(spec: AttentionSpec, q_ranges: np.ndarray) -> int:
-    """Count over the pairs in the window or in these ranges."""
     return _backward_flops(spec, range_pairs(spec, q_ranges))
 
 
 def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """Count for packed sequences of these (query, key) lengths."""
     return sum(forward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
 def varlen_backward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """Count for packed sequences of these (query, key) lengths."""
     return sum(backward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
@@ -185,10 +173,7 @@ def _backward_flops(spec: AttentionSpec, pairs: int) -> int:
 
 
 def _pairs_before(spec: AttentionSpec, start: Any, rows: Any, edge: Any) -> Any:
-    """Count the pairs in the window of `rows` queries from `start` on with the keys before `edge`.
-
-    Takes integers, or arrays that broadcast.
-    """
+    """Count the pairs of `rows` queries from `start` on with the keys before `edge`."""
     left, right = spec.position_window.left, spec.position_window.right
     position = spec.diagonal + start
     end = rows * edge if right is None else _sum_of_clamped(position + right + 1, rows, edge)

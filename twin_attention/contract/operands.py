@@ -130,7 +130,6 @@ class GradientCarry(NamedTuple, Generic[X]):
 
 
 def has_terms(operands: Any) -> bool:
-    """Return True if something is added to the scores."""
     return any(getattr(operands, name, None) is not None for name in TERMS)
 
 
@@ -227,7 +226,6 @@ def frozen_operands(
 
 
 def describe_operands(operands: Any, operand: Callable[[str, Any], Any]) -> Any:
-    """Describe each operand by name; an omitted one stays None."""
     optional = *operands._field_defaults, *OF_VALUES
     return operands._make(
         None if x is None and name in optional else operand(name, x)

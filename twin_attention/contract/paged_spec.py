@@ -23,8 +23,6 @@ LATENT_DIM_MAX = 576  # of keys that hold their values
 
 
 class DecodeOptions(NamedTuple):
-    """Checked options of a paged decode."""
-
     scale: float | None
     window_left: int | None
     softcap: float | None
@@ -64,7 +62,6 @@ class PagedCache:
         dtype: str,
         value_dim: int | None = None,
     ) -> PagedCache:
-        """Describe the cache of matching operands; `dtype` is the pool's."""
         v_pages = operands.v_pages
         num_pages, page_size, heads, head_dim = operands.k_pages.shape
         return cls(
@@ -100,7 +97,6 @@ class PagedCache:
 
     @property
     def dtype_bits(self) -> int:
-        """Bits of an element."""
         return BITS[self.dtype]
 
 
@@ -131,7 +127,6 @@ class AppendSpec(Traits):
     def of(
         cls, operands: AppendOperands, dtype: str, kv_dtype: str, interleaved: bool
     ) -> AppendSpec:
-        """Describe matching operands; `kv_dtype` is the pool's."""
         q, cos, offsets = operands.q, operands.rotary_cos, operands.cu_seqlens_q
         packed = offsets is not None
         tokens = operands.k_new.shape[:-2]
@@ -156,7 +151,6 @@ class AppendSpec(Traits):
 
     @property
     def dtype_bits(self) -> int:
-        """Bits of an element of the cache."""
         return self.cache.dtype_bits
 
     @property
@@ -206,7 +200,6 @@ class DecodeSpec(Traits):
         kv_dtype: str,
         options: DecodeOptions,
     ) -> Self:
-        """Describe matching operands; `kv_dtype` is the pool's."""
         batch, *tokens, heads_q, head_dim = operands.q.shape
         return cls(
             batch=batch,
@@ -238,12 +231,10 @@ class DecodeSpec(Traits):
 
     @property
     def dtype_bits(self) -> int:
-        """Bits of an element of the cache."""
         return self.cache.dtype_bits
 
     @property
     def group_size(self) -> int:
-        """Query heads per kv head (GQA): query head h reads kv head h // group_size."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
@@ -296,7 +287,6 @@ class PagedSpec(DecodeSpec):
 
     @classmethod
     def of(cls, operands: PagedOperands, dtype: str, kv_dtype: str, options: DecodeOptions) -> Self:
-        """Describe matching operands; `kv_dtype` is the pool's."""
         spec = super().of(operands, dtype, kv_dtype, options)  # of a token per sequence
         batch, tokens = operands.cu_seqlens_q.shape[0] - 1, operands.q.shape[0]
         ranges = 0 if operands.q_ranges is None else operands.q_ranges.shape[1]

@@ -59,8 +59,6 @@ class Window:
 
 
 class FlashOptions(NamedTuple):
-    """Checked options of `flash_attention`."""
-
     scale: float | None = None
     window_left: int | None = None
     window_right: int | None = None
@@ -211,7 +209,6 @@ class AttentionSpec(Traits):
 
     @classmethod
     def of(cls, operands: FlashOperands, dtype: str, options: FlashOptions) -> AttentionSpec:
-        """Describe matching operands."""
         return cls(
             batch=operands.q.shape[0],
             segmented=operands.q_segment_ids is not None,
@@ -231,7 +228,6 @@ class AttentionSpec(Traits):
 
     @property
     def dtype_bits(self) -> int:
-        """Bits of an element of k and v."""
         return BITS[self.dtype]
 
     @property
@@ -327,7 +323,6 @@ class VarlenSpec(AttentionSpec):
 
     @classmethod
     def of(cls, operands: VarlenOperands, dtype: str, options: FlashOptions) -> VarlenSpec:
-        """Describe matching operands."""
         num_sequences = operands.cu_seqlens_q.shape[0] - 1
         shared = _fields_of(operands, dtype, options)
         return cls(batch=1, num_sequences=num_sequences, **shared)
@@ -364,7 +359,6 @@ class BlockSparseSpec(AttentionSpec):
     def of(
         cls, operands: BlockSparseOperands, dtype: str, options: FlashOptions
     ) -> BlockSparseSpec:
-        """Describe matching operands."""
         dense = FlashOperands(operands.q, operands.k, operands.v)
         same = AttentionSpec.of(dense, dtype, options)
         mask_batch, mask_heads, tiles_q = operands.kv_counts.shape
@@ -437,7 +431,6 @@ class DilatedSpec(AttentionSpec):
         *,
         dilations: tuple[Dilation, ...],
     ) -> DilatedSpec:
-        """Describe matching operands."""
         same = AttentionSpec.of(operands, dtype, options)
         return cls(**vars(same), dilations=dilations)
 

@@ -23,10 +23,7 @@ def added_scores(
     sequence: Array | None,
     dtype: Any,
 ) -> Array | None:
-    """Return what is added to scaled scores, as [B, Hq, Sq, Skv] broadcasts; None for nothing.
-
-    sequence: that of each packed query, [Tq]; None for a dense batch.
-    """
+    """Return what is added to scaled scores, as [B, Hq, Sq, Skv] broadcasts; or None."""
     table, slopes = operands.relative_bias, operands.alibi_slopes
     bias = operands.bias if isinstance(operands, FlashOperands) else None
     added = None if bias is None else xp.astype(bias, dtype)
@@ -57,10 +54,10 @@ def gradients_of_terms(
     summed: Array,
     frozen: tuple[str, ...],
 ) -> dict[str, Array]:
-    """Return the gradients of the terms by name; `alibi_slopes` and `frozen` terms have none.
+    """Return the terms' gradients by name; `alibi_slopes` and `frozen` terms have none.
 
-    ds: gradient of what is added, [B, Hq, Sq, Skv]; 0 where a query does not see a key.
-    summed: the same, for gradients that sum it over keys.
+    ds: gradient of what is added, [B, Hq, Sq, Skv]. summed: the same, for gradients that sum it
+    over keys.
     """
     found = {}
     operands = operands._replace(**dict.fromkeys(frozen))

@@ -143,8 +143,8 @@ def _worst(
 ) -> float:
     """Return the largest error of a row over its budget.
 
-    The budget is a multiple of lp's error in this row or, if `typical`, in a usual one, as lp may
-    be right by chance; and ulps of the row's own size.
+    The budget is a multiple of lp's error in this row or, if `typical`, in a usual one, and ulps of
+    the row's size.
     """
     xp = array_namespace(ref)
     got, lp = xp.astype(got, xp.float64), xp.astype(lp, xp.float64)
@@ -196,10 +196,8 @@ def lse_unit(ref: Array) -> float:
 def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: float) -> float:
     """Return how large dq (or dk) is if no ds cancels: ``scale · |dout| |v| · |k|`` (or |q|).
 
-    scale: 1 for what is added to scores.
-    other: k for dq, q for dk, ones for what is added to scores.
-    rows: how many rows of ds with a p near 1 a row of the gradient sums, at least 1. Their errors
-        are independent.
+    scale and other: 1 for what is added to scores. rows: how many rows of ds with a p near 1 a row
+    of the gradient sums; their errors are independent.
     """
     if not min(math.prod(x.shape) for x in (dout, v, other)):
         return 0.0

@@ -24,8 +24,8 @@ def _has_terms(spec: Spec) -> bool:
 def _has_keys(count: int) -> Callable[[Spec], bool]:
     """Return the condition of at least `count` keys.
 
-    The lengths of packed sequences are data on the device. N sequences of T keys count as
-    2T / (N + 1): the expected length of a random key's sequence.
+    N packed sequences of T keys count as 2T / (N + 1): the expected length of a random key's
+    sequence.
     """
 
     def has_keys(spec: Spec) -> bool:

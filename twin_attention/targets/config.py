@@ -115,7 +115,6 @@ def parse_table(text: str, kernels: Mapping[str, Kernel] = KERNELS) -> dict[str,
 
 @cache
 def load_table(path: Path, folder: str = "portable") -> dict[str, tuple[Row, ...]]:
-    """Read one file of the family in `folder`."""
     return parse_table(path.read_text(), FAMILY_KERNELS[folder])
 
 
@@ -128,10 +127,7 @@ def table_path(package: str, target: str, folder: str = "portable") -> Path:
 
 
 def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, KernelConfig]:
-    """Find the configuration of each kernel that runs for a problem in one table.
-
-    Raise LookupError if no row serves a kernel that every problem needs.
-    """
+    """Find the configuration of each kernel that runs for a problem in one table."""
     kernels = FAMILY_KERNELS[folder]
     rows = {
         kernel: next((row for row in rows if row.serves(spec)), None)
@@ -208,8 +204,7 @@ def smaller_configs(
 ) -> tuple[KernelConfig, ...]:
     """Return the rows that serve the problem after its own, to try if `config` does not fit.
 
-    A configuration that `use_configs` changed has none. With `batch_invariant` a block has as many
-    keys in each.
+    A changed configuration has none. With `batch_invariant` a block keeps its number of keys.
     """
     rows = load_table(table_path(package, target, folder), folder)[kernel]
     own, *others = (_within_tiles(row.config, spec) for row in rows if row.serves(spec))
@@ -221,10 +216,7 @@ def smaller_configs(
 def config_of_smaller_cards(
     package: str, target: str, spec: Spec, folder: str, kernel: str, config: KernelConfig
 ) -> KernelConfig:
-    """Return the last row with the problem's key, for a card with less shared memory.
-
-    It is known before anything is compiled, so it can decide the tiles to trace.
-    """
+    """Return the last row with the problem's key, known before anything is compiled."""
     rows = load_table(table_path(package, target, folder), folder)[kernel]
     own = next(row for row in rows if row.serves(spec))
     if config != _within_tiles(own.config, spec):  # `use_configs` changed it
@@ -304,13 +296,9 @@ def compile_to_fit(
 ) -> tuple[Any, Any]:
     """Compile a kernel, with fewer pipeline stages if shared memory is too small.
 
-    A configuration's memory depends on more than its table knows: if a compiler sees that a loop
-    has one step, that step's tiles get buffers besides those of the next loop. Return the
-    configuration that fits, and what was compiled; or raise NotImplementedError.
-
-    compile: takes a configuration; its result has Triton's ``metadata.shared``.
-    limit: bytes of shared memory that a block may have.
-    smaller: returns the configurations to try next, in order (`smaller_configs`).
+    Its memory depends on more than its table knows: if a compiler sees that a loop has one step,
+    that step's tiles get buffers besides those of the next loop. Return the configuration that
+    fits, and what was compiled.
     """
     others = None
     compiled = compile(config)

@@ -28,10 +28,7 @@ _OPERATIONS = {
 
 
 def describe_call(function: str, describe_operation: Callable[[str], Explanation]) -> Explanation:
-    """Describe a call, and its backward if it has one.
-
-    describe_operation: describes one operation of the call, such as "flash_fwd".
-    """
+    """Describe a call, and its backward if it has one."""
     operation = _OPERATIONS[function]
     said = describe_operation(operation)
     if operation == "combine" and said.execution != "framework":
@@ -48,7 +45,6 @@ def describe_call(function: str, describe_operation: Callable[[str], Explanation
 
 
 def function_of(operation: str, spec: Spec) -> str:
-    """Return the family's function for an operation on a problem."""
     return operation.replace("flash", "partial") if spec.is_part else operation
 
 

@@ -97,11 +97,10 @@ def foreign_family(
     bridge: str,
     faster: Callable[[str, Spec, str | None], bool] = _never_faster,
 ) -> Family:
-    """Describe a family as the other side sees it.
+    """Describe a family as the other side sees it; `bridge` is the module that launches it.
 
-    `bridge` is the module that launches its kernels. Its `supports` takes the folder and the
-    arguments of `Family.supports`; its `run` takes the side's own backend, the operation, the
-    problem and the operands.
+    The bridge's `supports` takes the folder and the arguments of `Family.supports`; its `run`
+    takes the side's own backend, the operation, the problem and the operands.
     """
 
     def supports(operation: str, spec: Spec, target: str | None) -> str | None:
@@ -124,7 +123,6 @@ def own_family(package: str, folder: str | None) -> Family:
 
 
 def families_of(package: str) -> tuple[Family, ...]:
-    """Return the families of a side, its own and then those of the other side."""
     return (*FAMILIES[package], *FOREIGN[package])
 
 
@@ -138,11 +136,7 @@ def _in_order_of_speed(
 
 
 class Backend(NamedTuple):
-    """The family that runs a call, and how.
-
-    Attributes:
-        target: "sm80" or "sm90"; None if nothing is compiled.
-    """
+    """The family that runs a call; `target` is None if nothing is compiled."""
 
     family: Family
     target: str | None = None

@@ -20,8 +20,7 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """Return True if Gluon's SM90 kernels are faster than the kernels of `pallas_attn`.
 
     They win where both are as fast: JAX compiles Mosaic's kernels anew for each shape. Backwards
-    that were not timed count as slower: deterministic ones, and dense ones with a window or a
-    softcap.
+    that were not timed count as slower.
     """
     if target != "sm90" or operation not in _LAUNCHES:
         return False

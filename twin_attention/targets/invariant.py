@@ -21,7 +21,6 @@ def rounds_by_shape(operation: str, spec: Spec, target: str | None) -> str | Non
 
 
 def is_asked_of(spec: Spec) -> bool:
-    """Return True for a problem with `batch_invariant`."""
     return isinstance(spec, AttentionSpec | DecodeSpec) and spec.batch_invariant
 
 

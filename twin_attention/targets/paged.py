@@ -15,7 +15,6 @@ _ROWS_MAX = {
 
 
 def supports(spec: Spec) -> str | None:
-    """Return None for a problem that the kernels cover, else the reason why they do not."""
     if isinstance(spec, AttentionSpec):
         return "its kernels of paged caches take no other attention"
     if reason := sm80.too_wide(spec):
@@ -46,8 +45,7 @@ def supports(spec: Spec) -> str | None:
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why the portable kernels are faster for a problem that these cover, or None.
 
-    A program computes 16 query rows of a kv head, so with more rows several programs read each key.
-    The portable kernels have up to 64 rows, on SM90 with wgmma.
+    A program of these has few rows of a kv head, so of many rows several programs read each key.
     """
     if operation != "paged_decode" or not isinstance(spec, DecodeSpec):
         return "the portable kernels are as fast"

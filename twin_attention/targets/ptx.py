@@ -189,7 +189,7 @@ def exponentials_constraints(count: int) -> str:
 def any_of_warp(count: int) -> str:
     """Return PTX that says, from a thread's factors, whether one of the warp's is not 1.
 
-    The operands are `count` results, all 0 or all 1, and as many factors.
+    Operands are `count` results, all 0 or all 1, and as many factors.
     """
     lines = ["{ .reg .pred changes;", f"setp.neu.f32 changes, ${count}, {_float(1.0)};"]
     for i in range(1, count):
@@ -203,10 +203,9 @@ def any_of_warp_constraints(count: int) -> str:
 
 
 def rescale(count: int) -> str:
-    """Return PTX that multiplies a thread's numbers, or branches past it.
+    """Return PTX that multiplies a thread's numbers, or branches past it where the flags are 0.
 
-    The operands are `count` results, and as many numbers, factors and flags. Where the flags, from
-    `any_of_warp`, are 0, the results are the numbers.
+    Operands are `count` results, and as many numbers, factors and flags, from `any_of_warp`.
     """
     lines = ["{ .reg .pred changes;", f"setp.ne.u32 changes, ${3 * count}, 0;"]
     lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]

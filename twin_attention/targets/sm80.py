@@ -37,14 +37,12 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 
 def too_wide(spec: Spec) -> str | None:
-    """Return why no explicit kernel has a problem's head dimensions, or None."""
     if max(getattr(spec, "head_dim", 0), getattr(spec, "head_dim_v", 0)) > EXPLICIT_HEAD_DIM_MAX:
         return f"its head dimensions go up to {EXPLICIT_HEAD_DIM_MAX}"
     return None
 
 
 def lacks_terms(operation: str, spec: AttentionSpec) -> str | None:
-    """Return what kernels without terms lack for this problem, or None."""
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.dropout is not None:
@@ -77,10 +75,7 @@ def mosaic_leaves(spec: Spec) -> str | None:
 
 
 def column_pieces(size: int) -> tuple[int, ...]:
-    """Return the widths of the column pieces in which a head's rows are stored.
-
-    They are powers of two from 16 on: (64, 32) for 96, as one piece would be a third too wide.
-    """
+    """Return the widths of column pieces: (64, 32) for 96, as one would be a third too wide."""
     whole = max(16, 1 << (size - 1).bit_length())
     half = whole // 2
     rest = max(16, 1 << (size - half - 1).bit_length())

@@ -19,10 +19,7 @@ LEAST_ROWS = 128
 
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return None for a problem that the kernels cover, else the reason why they do not.
-
-    operation: "flash_fwd", "flash_bwd", "paged_attention", or a part's function.
-    """
+    """Return None for a problem that the kernels cover, else the reason why they do not."""
     if reason := invariant.rounds_by_shape(operation, spec, target) or _too_wide(operation, spec):
         return reason
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
@@ -52,7 +49,6 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 
 def _too_wide(operation: str, spec: Spec) -> str | None:
-    """Return why the kernels do not have a problem's head dimensions, or None."""
     reason = sm80.too_wide(spec)
     if reason is None or operation not in _WITH_TERMS or not isinstance(spec, AttentionSpec):
         return reason
@@ -135,7 +131,6 @@ def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
 
 
 def _supports_backward(spec: AttentionSpec) -> str | None:
-    """Return why the kernels do not cover a backward, or None."""
     if spec.is_part and has_large_heads(spec):
         return "its gradients through some of the keys have head dimensions up to 128"
     sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
@@ -151,7 +146,6 @@ def has_large_heads(spec: Spec) -> bool:
 
 
 def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
-    """Return why the kernels do not cover a paged attention, or None."""
     page_size, group_size = spec.cache.page_size, spec.group_size
     if target != "sm90":
         return "its kernels are for SM90"

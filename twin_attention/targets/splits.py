@@ -18,8 +18,8 @@ ROWS_OF_CHUNKS = 64  # the fewest per program if a sequence may have many new to
 def decode_kernel(spec: DecodeSpec) -> str:
     """Return which configuration a paged decode uses: paged_decode's or paged_attention's.
 
-    Only the total number of tokens is known. With more than one per sequence on average, some
-    sequences may have very many, and small tiles would read their keys too often.
+    With more than one token per sequence on average, some sequences may have very many, and small
+    tiles would read their keys too often.
     """
     has_chunks = isinstance(spec, PagedSpec) and spec.tokens > spec.batch
     return "paged_attention" if has_chunks else "paged_decode"
@@ -32,10 +32,7 @@ def block_rows(spec: DecodeSpec, config: DecodeConfig) -> int:
 
 
 def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
-    """Return the decode that a cascade runs over shared pages; None if it has nothing to gain.
-
-    Each of its sequences has the tokens of a full tile, a power of two of sequences.
-    """
+    """Return the decode that a cascade runs over shared pages; None if it has nothing to gain."""
     by_position = spec.window_left is not None or spec.alibi
     if not spec.cascade or by_position or not 2 <= spec.batch <= CASCADE_BATCH:
         return None

@@ -16,10 +16,7 @@ LARGE_GROUP = 8
 
 @lru_cache(maxsize=1024)
 def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
-    """Return how many tiles of keys each tile of queries visits, the last tile first.
-
-    Packed sequences count as equally long.
-    """
+    """Return how many tiles of keys each tile of queries visits, the last tile first."""
     if isinstance(spec, VarlenSpec):
         return (1,) * (spec.seq_q // block_q + spec.num_sequences + 1)
     steps = []
@@ -44,10 +41,7 @@ def exchange_sides(spec: AttentionSpec) -> AttentionSpec:
 
 @lru_cache(maxsize=1024)
 def keys_of_query(spec: AttentionSpec) -> float:
-    """Return how many keys a query sees by its position, on average.
-
-    N packed sequences of T tokens count as one of 2T / (N + 1), as in `conditions`.
-    """
+    """Return how many keys a query sees by its position, on average."""
     if isinstance(spec, VarlenSpec):
         share = 2 / (spec.num_sequences + 1)
         seq_q, seq_kv = (max(int(share * size), 1) for size in (spec.seq_q, spec.seq_kv))
@@ -64,12 +58,10 @@ def splits_group(
     num_sms: int,
     most_of_mean: float = MOST_OF_MEAN,
 ) -> bool:
-    """Return whether programs share a tile of keys, each with one query head of the kv head.
+    """Return whether programs share a tile of keys, each with one query head, and add up dk and dv.
 
-    If so, they add up dk and dv. With one program for all query heads and few kv heads, most SMs
-    would wait for the longest tiles.
-
-    most_of_mean: how long the longest tile may take, as a multiple of an SM's mean work.
+    With one program for all query heads and few kv heads, most SMs would wait for the longest
+    tiles, which may take `most_of_mean` times an SM's mean work.
     """
     if spec.is_packed or spec.group_size == 1:
         return False

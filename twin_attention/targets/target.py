@@ -42,11 +42,7 @@ _override: str | None = None
 
 
 def requested_target() -> str | None:
-    """Return the target that was asked for, or None for the device's own.
-
-    Raises:
-        ValueError: the environment variable names no target.
-    """
+    """Return the target that was asked for, or None for the device's own."""
     if _override is not None:
         return _override
     if _environment is not None:
@@ -71,10 +67,7 @@ def use_target(target: str | None) -> Iterator[None]:
 
 
 def resolve_target(capability: tuple[int, int]) -> str:
-    """Return the target to compile for on a device of this compute capability.
-
-    Raise NotImplementedError before Ampere, or for Hopper code on an older card.
-    """
+    """Return the target to compile for on a device of this compute capability."""
     if capability < (8, 0):
         got = f"{capability[0]}.{capability[1]}"
         fail(NotImplementedError, "device", "compute capability 8.0 or newer", got)

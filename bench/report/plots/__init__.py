@@ -28,8 +28,6 @@ _READ = (
 
 
 class Picture(NamedTuple):
-    """A figure with the text above and below it."""
-
     title: str
     caption: str
     figure: Figure
@@ -49,11 +47,6 @@ def of_run(run: Sequence[Record]) -> Iterator[Picture]:
 def of_suite(
     records: Sequence[Record], bounds: Peaks, log: Sequence[Sample] = ()
 ) -> Iterator[Picture]:
-    """Draw the records of one suite, without peaks.
-
-    bounds: the peaks of the same run.
-    log: clocks and power over the run, if there is one.
-    """
     if records[0].suite in ("end-to-end", "memory"):
         yield from (picture for _, picture in _training(records))
         return
@@ -86,7 +79,6 @@ def of_suite(
 
 
 def _training(records: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
-    """Draw "end-to-end" or "memory"; each picture with a short name."""
     where = _setting(records)
     if records[0].suite == "end-to-end":
         caption = "Medians of each phase, timed by itself; the number is that of the whole step."

@@ -16,7 +16,6 @@ _CLOCK, _POWER = COLOURS[0], COLOURS[5]
 
 
 def over_time(log: Sequence[Sample]) -> Figure:
-    """Shade where the clock was throttled."""
     minutes = [(sample.time - log[0].time) / 60 for sample in log]
     throttled = [any(sample.throttle & bit for bit in THROTTLE_REASONS) for sample in log]
     figure, clock, power = _panels("minutes", minutes, throttled)

@@ -45,10 +45,7 @@ def over_length(
     columns: int = 2,
     named: bool = False,
 ) -> Figure:
-    """Draw a panel for each series of one operation, all on one scale.
-
-    named: name each line at its end instead of above the figure.
-    """
+    """Draw a panel for each series of one operation; `named` lines have names at their ends."""
     panel_width = 13 / columns  # inches
     columns = min(columns, len(series))
     rows = -(-len(series) // columns)
@@ -87,10 +84,7 @@ def over_length(
 
 
 def _name_lines(axes: Axes, height: float) -> None:
-    """Write the lines' names to the right of their ends, without overlap.
-
-    axes has its limits set; `height` is in inches.
-    """
+    """Write the lines' names to the right of their ends, without overlap; axes have limits."""
     own = [(str(line.get_label()), line) for line in axes.lines]
     own = [(name, line) for name, line in own if not name.startswith("_")]
     ends = [np.asarray(line.get_xydata())[-1] for _, line in own]
@@ -196,7 +190,6 @@ def _family(record: Record) -> str:
 
 
 def _has_wide_table(record: Record) -> bool:
-    """Return True if the page table has room for more keys than the sequences have."""
     case = record.case
     return case["max_pages"] * case["page_size"] > length(record) + case["page_size"]
 

@@ -22,7 +22,6 @@ _MIDDLE = 0.179  # the luminance on which both have the same contrast
 
 
 def ratios(records: Sequence[Record]) -> Figure:
-    """Draw a peer's time over ours, blue if ours is faster, red if slower."""
     records = [record for record in records if not record.is_yardstick]
     peers = labels(records, peers=True)
     cases = {

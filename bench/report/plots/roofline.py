@@ -47,7 +47,6 @@ def roofline(records: Sequence[Record], peaks: Peaks, looks: dict[str, Style]) -
 
 
 def _points(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Return operations per byte, and TFLOP/s."""
     intensities, rates = [], []
     for record in records:
         assert record.tflops is not None

@@ -19,11 +19,7 @@ _PEERS = (COLOURS[2], COLOURS[3], COLOURS[1], COLOURS[4], COLOURS[6], COLOURS[7]
 
 
 def styles(records: Sequence[Record]) -> dict[str, Style]:
-    """Return a style by label, the same in all pictures of these records.
-
-    Ours are bold: a colour per framework, a marker per implementation, dashed for SM80 code. Peers
-    are thin, and dotted from the seventh on.
-    """
+    """Return a style by label; ours are bold, SM80 code is dashed, peers are thin or dotted."""
     ours: dict[str, Style] = {}
     firsts = {r.label: r for r in records if not r.is_peer}
     implementations = sorted({r.implementation for r in firsts.values()})

@@ -67,7 +67,6 @@ def _categories(record: Record, divisor: float) -> tuple[str, dict[str, float], 
 
 
 def over_a_step(records: Sequence[Record]) -> Figure | None:
-    """Draw steps of the longest context that most implementations have."""
     drawn = [record for record in records if record.timeline]
     if not drawn:
         return None
@@ -104,6 +103,5 @@ def _step(axes: Axes, record: Record, divisor: float) -> None:
 
 
 def _unit(records: Sequence[Record]) -> tuple[float, str]:
-    """Return a divisor and unit of bytes with the largest peak above 1."""
     most = max((record.memory or 0 for record in records), default=0)
     return next((unit for unit in _UNITS if most >= unit[0]), _UNITS[-1])

@@ -45,8 +45,6 @@ Run = Callable[[Problem], CaseResult]
 
 
 class Tried(NamedTuple):
-    """A problem and its result; `run` runs it again, on these libraries."""
-
     problem: Problem
     result: CaseResult
     run: Run
@@ -64,10 +62,8 @@ def fuzz(
 ) -> bool:
     """Run random problems for some time; return True if none failed.
 
-    Args:
-        seconds: for drawing problems; shrinking takes more. None for named ones only.
-        named: cases that come first; each group then runs in processes of its own.
-        write: takes the results before failures are shrunk.
+    seconds: for drawing problems; shrinking takes more. None for named ones only.
+    named: cases that come first; each group then runs in processes of its own.
     """
     console = Console()
     jobs = jobs or choose_jobs(device, "quick", 1000)
@@ -114,11 +110,7 @@ def fuzz(
 
 
 def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
-    """Run the problem in a failure's printed line; return the exit code.
-
-    Raises:
-        ValueError: the line is no problem.
-    """
+    """Run the problem in a failure's printed line; return the exit code, or raise ValueError."""
     console, problem = Console(), Problem.of_line(line)
     run = partial(run_problem, groups=groups, device=device)
     (result,) = run_cases([problem], run, 1, lambda name: None, LIMIT[device])
@@ -136,7 +128,6 @@ def _run_all(
     jobs: int,
     console: Console,
 ) -> Iterator[tuple[Problem, CaseResult]]:
-    """Yield problems that begin in time, and their results."""
     begin, minutes = time.monotonic(), 1.0
     drawn: dict[str, Problem] = {}
 
@@ -157,14 +148,12 @@ def _run_all(
 
 
 def reproduce(problem: Problem, libraries: Sequence[str] = ()) -> str:
-    """Return the command that repeats a problem, on our kernels or on libraries."""
     chosen = " --subject " + shlex.join(libraries) if libraries else ""
     line = shlex.quote(problem.to_line())
     return f"python -m twin_attention.interop.parity{chosen} --problem {line}"
 
 
 def _shrink_all(found: list[Tried], limit: float, jobs: int, console: Console) -> None:
-    """Shrink and print a few failures of each kind."""
     chosen, alike = [], Counter()
     for x in found:
         kinds = frozenset(failures_of(x.result))
@@ -183,7 +172,6 @@ def _shrink_all(found: list[Tried], limit: float, jobs: int, console: Console) -
 
 
 def _print_tally(console: Console, tried: Sequence[Tried]) -> None:
-    """Print problems, failures and the largest error over its budget, by operation and subject."""
     runs, failed, worst = Counter(), Counter(), defaultdict[tuple[str, str], float](float)
     for x in tried:
         operation = type(x.problem.case).__name__.removesuffix("Case").lower()

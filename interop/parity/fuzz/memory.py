@@ -41,7 +41,6 @@ def with_odd_strides(x: torch.Tensor) -> torch.Tensor:
 
 
 def poisoned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor whose bytes are `POISON`."""
     memory = torch.full((count * dtype.itemsize,), POISON, dtype=torch.uint8, device=device)
     return memory.view(dtype)
 

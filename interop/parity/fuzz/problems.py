@@ -67,12 +67,7 @@ KINDS = {
 
 
 class Rows(NamedTuple):
-    """The layout of a tensor's rows in memory.
-
-    Attributes:
-        heads_first: heads are stored before tokens.
-        gap, offset: elements of NaN behind each row, and before the first.
-    """
+    """The layout of a tensor's rows; `gap` and `offset` are elements of NaN behind and before."""
 
     heads_first: bool = False
     gap: int = 0
@@ -81,16 +76,13 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A case, and circumstances that must not change its results.
+    """A case, whose name seeds the values, and circumstances that must not change its results.
 
-    Attributes:
-        case: its name seeds the values.
-        rows: by operand; others are contiguous.
-        spread: standard deviation of q and k.
-        hiding: one of `HIDING`, put into some values of a term.
-        odd_strides: give dimensions of size 1 unusual strides.
-        hook: how tensors saved by autograd return: one of `HOOKS`, or "" for unchanged.
-        jax: also run what JAX compiles for each shape: pallas_attn, and its kernels in torch.
+    rows: by operand; others are contiguous.
+    spread: standard deviation of q and k.
+    hiding: one of `HIDING`, put into some values of a term.
+    hook: how tensors saved by autograd return: one of `HOOKS`, or "" for unchanged.
+    jax: also run what JAX compiles for each shape: pallas_attn, and its kernels in torch.
     """
 
     case: Case
@@ -107,7 +99,6 @@ class Problem:
         return self.case.name
 
     def to_line(self) -> str:
-        """Return the problem as JSON, defaults left out."""
         own = {x.name: getattr(self.case, x.name) for x in fields(self.case)}
         case = {x.name: own[x.name] for x in fields(self.case) if own[x.name] != x.default}
         document: dict[str, Any] = {"kind": type(self.case).__name__, "case": case}
@@ -187,7 +178,6 @@ def for_libraries(problem: Problem) -> Problem:
 
 
 def _constants(case: FlashCase | VarlenCase, draw: _Draw) -> tuple[str, ...]:
-    """Draw operands without gradients, but not all."""
     if isinstance(case, ContextCase) or not draw.chance(0.3):
         return ()
     names = ["q", "k", "v", *(["sinks"] if case.sinks else [])]
@@ -233,8 +223,6 @@ def hidden_values(name: str, x: torch.Tensor, problem: Problem) -> torch.Tensor:
 
 
 class _Draw:
-    """Choices from one source of random numbers."""
-
     def __init__(self, random: Random, longest: int) -> None:
         self._random, self._longest = random, longest
 
@@ -252,7 +240,6 @@ class _Draw:
         return self._random.randint(low, high)
 
     def real(self, low: float, high: float) -> float:
-        """Return a number between two, with few digits."""
         return float(f"{self._random.uniform(low, high):.3g}")
 
     def edge(self, *more: int) -> int:
@@ -320,7 +307,6 @@ class _Draw:
 
 
 def _options(shared: _Draw, own: _Draw, reach: int) -> dict[str, Any]:
-    """Draw the options shared by all flash attention functions."""
     dtype = shared.weighted((DTYPES[0], 3), (DTYPES[1], 3), (DTYPES[2], 2))
     return {
         **shared.heads(),
@@ -351,7 +337,6 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
 
 
 def _tree(shared: _Draw) -> dict[str, Any]:
-    """Draw a tree (causal): none, nested, or any ends."""
     if not shared.chance(0.25):
         return {}
     return {"causal": True, "tree": shared.pick("nested", "any"), "depths": shared.chance(0.5)}
@@ -363,7 +348,6 @@ def _ranges(shared: _Draw) -> dict[str, Any]:
 
 
 def _terms(shared: _Draw) -> dict[str, Any]:
-    """Draw the terms: none, a table, slopes, or both; and dropout."""
     dropout = {"dropout_rate": shared.pick(0.1, 0.5, 0.9)} if shared.chance(0.2) else {}
     if not shared.chance(0.3):
         return dropout
@@ -423,10 +407,7 @@ def _context(name: str, shared: _Draw, own: _Draw) -> ContextCase:
 
 
 def _cache(shared: _Draw, own: _Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Draw lengths, and a paged cache with a bit more or less room.
-
-    Splits and cascades end at edges of pages and tiles.
-    """
+    """Draw lengths, and a paged cache; splits and cascades end at edges of pages and tiles."""
     page_size = shared.weighted((16, 4), (64, 2), (128, 1), (shared.integer(1, PAGE_SIZE_MAX), 3))
     lengths = own.lengths(9, page_size, lcm(page_size, 64))
     heads, head_dims = shared.heads(), shared.head_dims()

@@ -14,7 +14,6 @@ from twin_attention.interop.parity.workers import run_cases
 
 # A failure's subject and kind: an exception, a hang, a death or wrong numbers.
 Failure = tuple[str, str]
-# What makes a problem smaller, in several ways.
 Change = Callable[[Problem], Iterator[Problem]]
 
 
@@ -51,8 +50,6 @@ def shrink(
 
 
 class _Search:
-    """Problems to try, each a step smaller than the smallest failure so far."""
-
     def __init__(self, problem: Problem, until: float) -> None:
         self.smallest, self._until = problem, until
         self._tried: Problem = problem
@@ -69,7 +66,6 @@ class _Search:
                 yield from self._repeated(change, seen)
 
     def _repeated(self, change: Change, seen: set[str]) -> Iterator[Problem]:
-        """Repeat a change, such as halving a length, while it helps."""
         before = None
         while before is not self.smallest:
             before = self.smallest
@@ -133,7 +129,6 @@ def _fewer_heads(problem: Problem) -> Iterator[Problem]:
 
 
 def _fewer_sequences(problem: Problem) -> Iterator[Problem]:
-    """Drop or halve sequences together with their packed new tokens."""
     lengths = getattr(problem.case, "lengths", ())
     new = getattr(problem.case, "new_tokens", None) or ()
 

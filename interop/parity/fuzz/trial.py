@@ -92,7 +92,6 @@ def _values(problem: Problem, device: str, again: bool, subject: Subject) -> Val
 
 
 def _again(case: Case) -> Case:
-    """Return a case of the same shapes with other values and lengths."""
     changed: dict[str, Any] = {"name": f"{case.name} again"}
     for name in ("lengths", "new_tokens"):
         if getattr(case, name, None):
@@ -103,10 +102,7 @@ def _again(case: Case) -> Case:
 def _run_subject(
     subject: Subject, problem: Problem, values: Callable[[Subject, bool], Values]
 ) -> tuple[RunRecord | None, list[Comparison]]:
-    """Run a subject's rounds until one fails.
-
-    Return what ran, None if the subject refuses the layout, and comparisons with the oracle.
-    """
+    """Run a subject's rounds until one fails; what ran is None if it refuses the layout."""
     start = time.perf_counter()
     comparisons: list[Comparison] = []
     run = subject.start()
@@ -186,7 +182,6 @@ def _compiles_each_shape(subject: Subject) -> bool:
 
 
 def _has_no_strides(subject: Subject) -> bool:
-    """Return True for kernels that JAX lowers, in torch."""
     return subject.label.startswith(
         tuple(f"torch_attn {family.name}" for family in FOREIGN.get("torch_attn", ()))
     )

@@ -41,14 +41,12 @@ def available(device: str) -> list[Subject]:
 
 
 def list_subjects(device: str) -> None:
-    """Print each library with its version, or why it does not run."""
     for name, found in _on(device).items():
         text = found if isinstance(found, str) else f"{found.package} {found.version}"
         print(f"{name:22} {text}")
 
 
 def _on(device: str) -> dict[str, Library | str]:
-    """Return the libraries on a device, or the reasons why not."""
     found: dict[str, Library | str] = {}
     for name, library in LIBRARIES.items():
         try:

@@ -119,7 +119,6 @@ def _sequences(case: Case, inputs: Arrays) -> Iterator[OneSequence]:
 
 
 def _add_head(case: Any, inputs: Arrays, found: Arrays, one: OneSequence, head: int) -> None:
-    """Add what a query head of a sequence has to all results."""
     kv_head = head // (inputs["q"].shape[-2] // inputs["k"].shape[-2])
     q, out = (x[one.queries][:, head] for x in (inputs["q"].astype(np.float64), found["out"]))
     k, v = (inputs[x][one.keys][:, kv_head].astype(np.float64) for x in "kv")
@@ -180,7 +179,6 @@ def _add_head(case: Any, inputs: Arrays, found: Arrays, one: OneSequence, head: 
 
 
 def _unpaged(case: DecodeCase, inputs: Arrays) -> Arrays:
-    """Return a paged problem as a packed one; a decode's tokens are packed as well."""
     lengths, size = inputs["seq_lens"].tolist(), case.page_size
     pages = [inputs["block_tables"][b, : -(-n // size)] for b, n in enumerate(lengths)]
     found = {x: inputs[x] for x in ("sinks", "q_ranges") if x in inputs}

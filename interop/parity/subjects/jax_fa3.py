@@ -62,11 +62,7 @@ def _attention(
     case: FlashCase | VarlenCase, returns_lse: bool, sequences: int,
     offsets: tuple[Any, ...] = (), **lengths: Any,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Return a function of q, k, v, [B, S, H, D] or [T, H, D], with the library's backward.
-
-    offsets: of packed queries and keys, [N + 1] int32.
-    lengths: of the longest packed sequence, by attribute.
-    """
+    """Return a function of q, k, v, [B, S, H, D] or packed, with the library's backward."""
     import jax
     from jax.ffi import ffi_call
 

@@ -92,12 +92,10 @@ def fa4(case: FlashCase | VarlenCase, tensors: dict[str, Any], *, lse: bool = Fa
 
 
 def _is_square(case: Any) -> bool:
-    """Return True if a causal mask may be aligned to the first query and key."""
     return isinstance(case, VarlenCase) or not (needs_mask(case) or case.seq_q != case.seq_kv)
 
 
 def _mask(case: Any, tensors: dict[str, Any]) -> Array | None:
-    """Return the mask of pairs that `jax.nn` needs, made in the call."""
     if isinstance(case, VarlenCase):
         if (scores := 4 * case.heads_q * len(tensors["q"]) * len(tensors["k"])) > SCORES_MAX:
             raise Absent(f"its scores would take {scores >> 30} GiB")
@@ -120,8 +118,6 @@ def _mask(case: Any, tensors: dict[str, Any]) -> Array | None:
 
 @contextmanager
 def _not_autotuned() -> Iterator[None]:
-    """Filter its long warnings that it is not autotuned."""
-
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("Autotuning cache miss")
 
@@ -135,7 +131,6 @@ def _not_autotuned() -> Iterator[None]:
 
 @contextmanager
 def _xprof() -> Iterator[None]:
-    """Replace xprof by empty modules if it is not installed."""
     stand_ins = {}
     if not find_spec("xprof"):
         names = accumulate(_XPROF.split("."), "{}.{}".format)

@@ -22,7 +22,6 @@ from twin_attention.interop.parity.torch_calls import Attend, call_torch
 
 # What a function takes by name; the other tensors of a call are known before it.
 OPERANDS = ("q", "k", "v", "k_pages", "v_pages", "sinks", "bias", "relative_bias")
-# Named tensors in the framework, those of a call.
 Make = Callable[[Any, dict[str, Any]], Attend]
 
 

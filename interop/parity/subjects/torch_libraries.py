@@ -87,7 +87,6 @@ def sdpa_operator(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool 
 
 
 def sdpa_by_default(case: FlashCase, tensors: Tensors) -> Attend:
-    """The backend that torch chooses."""
     from torch.nn.attention.bias import causal_lower_right
 
     mask: Any = None
@@ -165,11 +164,7 @@ def flex(
     case: Any, tensors: Tensors, *, makes_mask: bool = False, compiles_mask: bool = True,
     lse: bool = False,
 ) -> Attend:  # fmt: skip
-    """FlexAttention with a premade block mask, compiled on a GPU.
-
-    makes_mask: in each call.
-    compiles_mask: unlike torch's default.
-    """
+    """FlexAttention, compiled on a GPU; its block mask is premade unless it `makes_mask`."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     spec, device = case.spec, tensors["q"].device
@@ -257,7 +252,6 @@ def _or_in_ranges(predicates: list[Predicate], ranges: Any) -> Predicate:
 
 
 def _positions(case: Any, tensors: Tensors) -> Callable[[Any], Any]:
-    """Return the key that a query stands at."""
     if not isinstance(case, VarlenCase):
         diagonal = case.spec.diagonal
         return lambda i: i + diagonal
@@ -269,7 +263,6 @@ def _positions(case: Any, tensors: Tensors) -> Callable[[Any], Any]:
 
 
 def _documents(tensors: Tensors, of: str) -> torch.Tensor:
-    """Return the sequence of each packed token."""
     offsets, rows = tensors[f"cu_seqlens_{of}"], len(tensors[{"q": "q", "kv": "k"}[of]])
     tokens = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets[1:], tokens, right=True)

@@ -1,5 +1,3 @@
-"""The language of Gluon on torch tensors."""
-
 from __future__ import annotations
 
 import functools
@@ -49,7 +47,6 @@ def _fake(*names: str, of: tuple[Any, ...] = (gl, tl)) -> Callable[[Any], Any]:
 
 
 def _elementwise(function: Callable[..., Any], *args: Any) -> Any:
-    """Apply torch's function; of numbers only it makes a number."""
     like = next((x for x in args if isinstance(x, Tensor)), None)
     values = [torch.as_tensor(values_of(x)) for x in args]
     if like is None:

@@ -67,8 +67,6 @@ class Barrier:
 
 
 class NamedBarrier:
-    """Its threads so far, and how often it was complete."""
-
     def __init__(self) -> None:
         self.phase = self.threads = 0
         self.arrived: dict[int, int] = {}
@@ -241,7 +239,7 @@ class Program:
                 x.priority = random.random()
 
     def load(self, run: Callable[[], None], barrier: Barrier) -> None:
-        """Start what writes shared memory and ends at an mbarrier."""
+        """Start what ends at an mbarrier."""
         work = Work(run, barrier)
         if self.mode.loads_early:
             work.finish()
@@ -272,7 +270,6 @@ class Program:
         self.pause()
 
     def issue(self, queue: deque[Work], run: Callable[[], None]) -> Work:
-        """Start what reads shared memory."""
         work = Work(run)
         queue.append(work)
         if self.mode.reads_early:

@@ -148,8 +148,6 @@ def values_of(x: Any) -> Any:
 
 
 class Pointer:
-    """Memory, and one offset or a tensor of them."""
-
     def __init__(self, memory: torch.Tensor, offset: Any) -> None:
         self.memory, self.offset = memory, offset
         self.dtype = SimpleNamespace(element_ty=triton_dtype(memory.dtype))

@@ -130,7 +130,6 @@ def _mask_of(
     is_causal: bool | None,
     sliding_window: int | None,
 ) -> Mask:
-    """Return the mask of a layer's arguments."""
     if isinstance(mask, Mask):
         can_tell = query.shape[2] > 1 and not {"bias", "q_ranges"} & {*mask.operands}
         if can_tell and is_causal is not None and is_causal != (mask.window.right == 0):

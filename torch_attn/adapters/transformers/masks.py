@@ -201,9 +201,8 @@ def _refuse_to_be_a_tensor() -> NoReturn:
 def _packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
     """Return the segment ids of a mask of packed sequences, None for any other mask function.
 
-    The ids are in the closure of `packed_sequence_mask_function`'s result, which must be joined
-    with transformers' causal or sliding mask, in either order; whether their positions count within
-    a sequence makes no difference.
+    They are in the closure of `packed_sequence_mask_function`'s result, which must be joined with
+    transformers' causal or sliding mask.
     """
     packed, remapped = _split(mask_function, "packed_sequence_mask_function")
     remap = _closure(remapped, "remap_positions_for_packed_sequence")  # from 5.23 on
@@ -222,10 +221,10 @@ def _ranges_of_blocks(
     q_length: int,
     kv_offset: int,
 ) -> tuple[Window | None, Tensor | None]:
-    """Return window and ranges of a mask in which tokens see what is before them, and their block.
+    """Return window and ranges of a mask of what is before tokens, and their block; else None.
 
-    Both are None for other masks. Blocks are prefixes and images: tokens of one id, side by side
-    without padding in between. A sliding window holds for the tokens before, or for all.
+    Blocks are prefixes and images: tokens of one id, side by side. A sliding window holds for the
+    tokens before, or for all.
     """
     of_all, function = _split(mask_function, "sliding_window_overlay")
     both = _closure(function, "or_masks").get("mask_functions", ())
@@ -255,9 +254,7 @@ def _ranges_of_blocks(
 
 
 def _split(function: Any, maker: str) -> tuple[dict[str, Any], Any]:
-    """Split a joined mask: return the variables of the function that a maker made, and the other
-    function; none and the mask itself if it is no such pair.
-    """
+    """Return a joined mask's variables of the function that a maker made, and the other one."""
     both = _closure(function, "and_masks").get("mask_functions", ())
     made = [_closure(x, maker) for x in both]
     if len(both) != 2 or bool(made[0]) == bool(made[1]):

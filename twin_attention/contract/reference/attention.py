@@ -1,5 +1,3 @@
-"""Attention of a dense batch, and its gradients."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -25,10 +23,7 @@ Array = Any
 def attention_forward(
     operands: FlashOperands, spec: AttentionSpec, dtype: Any, first: tuple[int, int] = (0, 0)
 ) -> tuple[Array, ...]:
-    """Compute out [B, Sq, Hq, Dv], lse [B, Hq, Sq] and, if asked for, each row's largest score.
-
-    first: the batch element and query head at which dropout's count of the operands begins.
-    """
+    """Compute out [B, Sq, Hq, Dv], lse [B, Hq, Sq] and, if asked for, each row's largest score."""
     xp = array_namespace(operands.q)
     position = positions(xp, operands, spec)
     seen = visibility(xp, spec, device(operands.q))

@@ -1,5 +1,3 @@
-"""Attention over the tiles that a block mask keeps."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -16,10 +16,7 @@ FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 
 
 def positions_of_new(operands: AppendOperands, spec: AppendSpec) -> tuple[Array, Array, Array]:
-    """Return where new tokens go: position, sequence, and whether they are tokens.
-
-    Each is [B, T], or [Tq] for packed tokens. Padding is at position 0 of sequence 0.
-    """
+    """Return position and sequence of new tokens, and which are tokens, [B, T] or [Tq] each."""
     lengths, offsets = operands.seq_lens, operands.cu_seqlens_q
     xp, on = array_namespace(lengths), device(lengths)
     token = xp.arange(spec.tokens, dtype=lengths.dtype, device=on)

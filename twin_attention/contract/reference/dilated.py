@@ -1,5 +1,3 @@
-"""Attention within dilated segments, merged by log-sum-exp."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -39,9 +39,8 @@ def forward(
 ) -> tuple[Array, ...]:
     """Return out, lse and, if the problem asks for it, each row's largest score.
 
-    seen: mask of the keys that each query sees, as `scores` takes it; None for all.
-    added: what `added_scores` returns.
-    kept: weights of dropout [B, Hq, Sq, Skv].
+    seen: mask as `scores` takes it; None for all. added: what `added_scores` returns. kept: weights
+    of dropout [B, Hq, Sq, Skv].
     """
     q, k, v = by_kv_head(xp, operands, spec, dtype)
     s, _ = scores(xp, q, k, spec, seen, added)
@@ -66,10 +65,7 @@ def backward(
     position: Array | None = None,
     kept: Array | None = None,
 ) -> FlashOperands[Array]:
-    """Compute the gradients of `forward`, by the formulas of `attention_backward`.
-
-    position: key position of each query, as `gradients_of_terms` takes it.
-    """
+    """Compute the gradients of `forward`, by the formulas of `attention_backward`."""
     q, k, v = by_kv_head(xp, operands, spec, dtype)
     dout = rows_of(xp, dout, spec, dtype)
     s, dcap = scores(xp, q, k, spec, seen, added)
@@ -133,7 +129,6 @@ def by_kv_head(
 
 
 def rows_of(xp: Any, x: Array, spec: AttentionSpec, dtype: Any) -> Array:
-    """Turn [B, Sq, Hq, D] into [B, Hkv, group · Sq, D]."""
     rows = spec.group_size * spec.seq_q
     x = xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3))
     return xp.reshape(x, (spec.batch, spec.heads_kv, rows, x.shape[-1]))

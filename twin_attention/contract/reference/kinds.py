@@ -1,5 +1,3 @@
-"""The functions for each kind of problem: attention, and gradients."""
-
 from __future__ import annotations
 
 from typing import Any

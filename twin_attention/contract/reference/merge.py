@@ -1,5 +1,3 @@
-"""Attention over the union of disjoint sets of keys."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Attention of packed sequences."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -22,10 +20,7 @@ Array = Any
 
 
 def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, ...]:
-    """Compute out [Tq, Hq, Dv], lse [Hq, Tq] and, if asked for, each row's largest score.
-
-    Only values depend on the offsets, so it can be traced.
-    """
+    """Compute out [Tq, Hq, Dv], lse [Hq, Tq] and, if asked for, each row's largest score."""
     xp = array_namespace(operands.q)
     batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
     added = added_scores(xp, operands, position, sequence, dtype)
@@ -59,10 +54,7 @@ def _kept_of_packed(
     sequence: Array,
     position: Array,
 ) -> Array | None:
-    """Return the weights of dropout [Hq, Tq, Tkv], valid within sequences; None without dropout.
-
-    Sequences count as batch elements; queries and keys count from the first of their sequence.
-    """
+    """Return the weights of dropout [Hq, Tq, Tkv], counted within each sequence; or None."""
     if spec.dropout is None:
         return None
     on, offsets = device(operands.q), (operands.cu_seqlens_q, operands.cu_seqlens_kv)
@@ -79,10 +71,10 @@ def _kept_of_packed(
 def _as_one_sequence(
     xp: Any, operands: VarlenOperands, spec: VarlenSpec
 ) -> tuple[FlashOperands, Array, Array, Array, Array]:
-    """Return packed sequences as a batch of one, and what is needed to treat them so.
+    """Return packed sequences as a batch of one, with what is needed to treat them so.
 
-    That is the mask [Tq, Tkv] of the keys that each query sees, and for each query [Tq]: whether it
-    is no padding, its position among all keys, and its sequence, the first for padding.
+    That is the mask [Tq, Tkv], and for each query [Tq]: whether it is no padding, its position
+    among all keys, and its sequence, the first for padding.
     """
     q, k, v, cu_q, cu_kv, sinks, *_ = operands
     sequence_q, sequence_kv = (

@@ -1,5 +1,3 @@
-"""Attention of new tokens over a paged cache."""
-
 from __future__ import annotations
 
 import math
@@ -138,10 +136,7 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
 
 
 def _ends_of_keys(xp: Any, tree_ends: Array, token: Array, is_new: Array) -> Array:
-    """Return where the tokens that see each key end; for older keys, past all tokens.
-
-    token: which of the new tokens of all sequences a key is, if it `is_new`.
-    """
+    """Return where the tokens that see each key end; for older keys, past all tokens."""
     size = math.prod(tree_ends.shape)
     token = xp.where(is_new & (token >= 0) & (token < size), token, xp.full_like(token, size))
     none = xp.full((1,), WINDOW_UNLIMITED, dtype=tree_ends.dtype, device=device(tree_ends))

@@ -1,5 +1,3 @@
-"""Attention over some of the keys, merged with a result over others."""
-
 from __future__ import annotations
 
 from typing import Any

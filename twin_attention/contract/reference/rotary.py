@@ -54,10 +54,7 @@ def rotate(
 def rotate_new(
     operands: AppendOperands, spec: AppendSpec, dtype: Any
 ) -> tuple[Array, Array | None]:
-    """Return the new keys, and the queries if there are any, rotated at their positions.
-
-    Queries of padding are 0. Without rotation, k_new and None.
-    """
+    """Return the new keys and any queries, rotated at their positions; queries of padding are 0."""
     k_new, q = operands.k_new, operands.q
     cos, sin = operands.rotary_cos, operands.rotary_sin
     if cos is None:

@@ -1,5 +1,3 @@
-"""Masks: which query sees which key."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -40,10 +38,7 @@ def positions(xp: Any, operands: FlashOperands, spec: AttentionSpec) -> Array:
 def apply_tree(
     xp: Any, operands: FlashOperands, spec: AttentionSpec, seen: Array | None
 ) -> Array | None:
-    """Hide keys that do not end behind a query: return the mask [B, Sq, Skv] of those in `seen`.
-
-    Without ends, return `seen` [Sq, Skv].
-    """
+    """Return the mask [B, Sq, Skv] of the keys in `seen` that end behind a query."""
     if operands.kv_ends is None:
         return seen
     position = positions(xp, operands, spec)
@@ -55,8 +50,7 @@ def in_branch(
 ) -> Array:
     """Return the mask [..., Sq, Skv] of the keys on the branches of queries at positions [Sq, 1].
 
-    A query's own key is the last in the window, so `causal` is a right side of 0. The window counts
-    depths if there are any.
+    A query's own key is the last in the window, which counts depths if there are any.
     """
     ends, q_depths, kv_depths = operands.kv_ends, operands.q_depths, operands.kv_depths
     assert ends is not None
@@ -87,10 +81,10 @@ def in_ranges(xp: Any, ranges: Array, key: Array) -> Array:
 def apply_segments(
     xp: Any, operands: FlashOperands, seen: Array | None
 ) -> tuple[FlashOperands, Array | None, Array | None]:
-    """Hide keys of other segments.
+    """Hide keys of other segments and padding.
 
-    Return operands without their padding, the mask [B, Sq, Skv] of those in `seen` [Sq, Skv] or
-    [B, Sq, Skv], and which queries are no padding, [B, Sq]; None, without segment ids.
+    Return operands without their padding, the mask [B, Sq, Skv] of those in `seen`, and which
+    queries are no padding, [B, Sq]; None without segment ids.
     """
     q, k, v, _, q_ids, kv_ids, *_ = operands
     if q_ids is None or kv_ids is None:

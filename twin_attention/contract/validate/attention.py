@@ -1,5 +1,3 @@
-"""Checks of `flash_attention` and `flash_attention_varlen`."""
-
 from __future__ import annotations
 
 from twin_attention.contract.operands import FlashOperands, PagedOperands, VarlenOperands
@@ -166,7 +164,6 @@ def _check_dropout(
 
 
 def _check_of_tokens(x: Operand, of: Operand, q: Operand) -> None:
-    """Check an array with one integer per token of `of`."""
     check_dtype(x, "int32")
     if x.shape != of.shape[:-2]:
         fail(ValueError, x.name, f"shape {of.shape[:-2]}, one of each token", x.shape)

@@ -1,5 +1,3 @@
-"""Checks of block masks and of `block_sparse_attention`."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -64,10 +62,7 @@ def check_lists(kv_counts: Operand, kv_tiles: Operand, q_counts: Operand, q_tile
 def check_list_values(
     kv_counts: np.ndarray, kv_tiles: np.ndarray, q_counts: np.ndarray, q_tiles: np.ndarray
 ) -> None:
-    """Check the contents of lists: counts in range; tiles exist, in order, in both directions.
-
-    The message names the first wrong entry or list.
-    """
+    """Check the contents of lists, in both directions; name the first wrong entry or list."""
     of_queries = _kept_by_lists("kv", kv_counts, kv_tiles, q_counts.shape[2])
     of_keys = _kept_by_lists("q", q_counts, q_tiles, kv_counts.shape[2]).swapaxes(2, 3)
     for b, h, query, key in np.argwhere(of_queries != of_keys)[:1]:

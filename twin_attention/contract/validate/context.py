@@ -1,5 +1,3 @@
-"""Checks for context parallelism."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -59,24 +57,20 @@ def check_exchange(
 
 
 def check_group(plan_size: int, group_size: int) -> None:
-    """Refuse a plan for another number of ranks."""
     if plan_size != group_size:
         fail(ValueError, "plan", f"a plan for the group's {group_size} ranks", plan_size)
 
 
 def check_rank(rank: Any, size: int) -> int:
-    """Return a rank that a plan for `size` ranks has."""
     return check_integer("rank", rank, 0, size - 1)
 
 
 def check_whole(name: str, shape: tuple[int, ...], axis: int, length: int) -> None:
-    """Refuse an array with another length of the token axis than the plan."""
     if not -len(shape) <= axis < len(shape) or shape[axis] != length:
         fail(ValueError, name, f"{length} tokens along axis {axis}", f"shape {tuple(shape)}")
 
 
 def check_shards(shapes: list[tuple[int, ...]], axis: int, size: int, length: int) -> None:
-    """Refuse shards of another number or other lengths."""
     if len(shapes) != size:
         fail(ValueError, "xs", f"the tokens of {size} ranks", len(shapes))
     for rank, shape in enumerate(shapes):

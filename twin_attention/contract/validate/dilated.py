@@ -1,5 +1,3 @@
-"""Checks of `dilated_attention`."""
-
 from __future__ import annotations
 
 from operator import index

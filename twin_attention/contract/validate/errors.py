@@ -10,7 +10,6 @@ from typing import NoReturn
 
 
 def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
-    """Raise `error` in the project's message format."""
     raise error(f"{name}: expected {expected}, got {got}")
 
 

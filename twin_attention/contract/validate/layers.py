@@ -1,5 +1,3 @@
-"""Checks of a multi-head module's sizes and input."""
-
 from __future__ import annotations
 
 from typing import Any

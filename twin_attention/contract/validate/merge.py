@@ -1,5 +1,3 @@
-"""Checks of `merge_states`."""
-
 from __future__ import annotations
 
 from twin_attention.contract.spec import DTYPES, MergeSpec

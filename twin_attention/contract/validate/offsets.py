@@ -1,5 +1,3 @@
-"""Checks of packed sequences' offsets."""
-
 from __future__ import annotations
 
 from typing import Any

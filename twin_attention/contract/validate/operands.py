@@ -106,7 +106,6 @@ def check_slopes(
 
 
 def check_float(x: Operand, dtypes: tuple[str, ...]) -> None:
-    """Check for one of these floating-point dtypes."""
     if "float" not in x.dtype:
         fail(TypeError, x.name, "a floating-point dtype", x.dtype)
     if x.dtype not in dtypes:
@@ -125,7 +124,6 @@ def check_device(x: Operand, other: Operand) -> None:
 
 
 def check_head_dim(x: Operand, most: int = HEAD_DIM_MAX) -> None:
-    """Check that the kernels take a last dimension."""
     if not is_head_dim(x.shape[-1], most):
         fail(NotImplementedError, x.name, head_dims(most), x.shape[-1])
 
@@ -139,6 +137,5 @@ def is_head_dim(size: int, most: int = HEAD_DIM_MAX) -> bool:
 
 
 def check_rows(x: Operand) -> None:
-    """Check that the last dimension of a tensor is contiguous."""
     if not x.contiguous_rows:
         fail(ValueError, x.name, "a contiguous last dimension", "a stride other than 1")

@@ -1,5 +1,3 @@
-"""Checks of `paged_decode`, `paged_attention` and `append_kv`."""
-
 from __future__ import annotations
 
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
@@ -117,11 +115,7 @@ def _check_cache(
     *,
     options: DecodeOptions | None = None,
 ) -> PagedCache:
-    """Check what all functions of a paged cache take.
-
-    new: q, or the new keys. tokens: how many new tokens each sequence has, if that is limited.
-    options: None for an append, which needs no `value_dim`.
-    """
+    """Check what all functions of a paged cache take; `new` is q, or the new keys."""
     k_pages, v_pages = operands.k_pages, operands.v_pages
     block_tables, seq_lens = operands.block_tables, operands.seq_lens
     check_pool(k_pages)
@@ -158,7 +152,6 @@ def _check_cache(
 def _check_queries(
     operands: DecodeOperands[Operand] | PagedOperands[Operand], cache: PagedCache
 ) -> None:
-    """Check heads, scales and sinks."""
     head_dim = operands.q.shape[-1]
     if head_dim != cache.head_dim:
         fail(ValueError, "q", f"k_pages' head dimension {cache.head_dim}", head_dim)

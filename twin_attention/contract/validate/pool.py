@@ -45,12 +45,8 @@ def check_page_ids(
 ) -> None:
     """Check where a decode reads and writes: lengths, and the page ids in use.
 
-    The message names the first sequence whose length exceeds the tables' capacity or whose page id
-    is not in the pool, or a page where two sequences have new tokens.
-
-    offsets: [B + 1] integers, of packed new tokens.
-    num_new_tokens: without packing, how many tokens at the end of each sequence are written; None
-        is 1.
+    Two sequences may not have new tokens in one page. offsets: [B + 1] integers, of packed new
+    tokens. num_new_tokens: without packing, how many tokens of each sequence are new; 1 for None.
     """
     num_pages, page_size = pool
     if offsets is None:
