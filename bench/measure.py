@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -105,6 +106,21 @@ def _torch_limit(fraction: float | None) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def release_memory() -> None:
+    """Free what nobody refers to; end the process if an implementation broke its CUDA context."""
+    import torch
+
+    gc.collect()
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.set_device(0)  # JAX on several devices leaves another one current
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        os.abort()  # `journal.supervise` goes on in a new process
+
+
 def measure(
     name: str,
     jobs: Sequence[AnyJob],
@@ -114,8 +130,6 @@ def measure(
     quiet: bool = False,
 ) -> int:
     """Measure a suite's jobs after the device's peaks; return the exit code."""
-    import torch
-
     from bench.peaks import peak_jobs
     from bench.timing import time_calls, wait_for
 
@@ -127,14 +141,8 @@ def measure(
         console.print(*(f"{name} {value}" for name, value in setting.facts.items()), sep=", ")
     reader = nvml_reader()
 
-    def release() -> None:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # JAX on several devices leaves another one current
-        torch.cuda.empty_cache()
-
     limit = partial(_torch_limit, setting.memory)
-    instruments = Instruments(time_calls, wait_for, lambda: Sampler(reader), release, limit)
+    instruments = Instruments(time_calls, wait_for, lambda: Sampler(reader), release_memory, limit)
     start = time.monotonic()
     gc.freeze()  # objects of the frameworks' import need no search after each job
     try:

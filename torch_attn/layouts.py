@@ -17,7 +17,7 @@ from torch_attn.tensor_maps import TensorMap
 
 
 class Layout(NamedTuple):
-    """What a launch depends on of an operand: neither its values nor its address.
+    """Hold what a launch depends on of an operand: neither its values nor its address.
 
     `operand` is its number among the tensors; `strides` are `strides_in_memory`; `is_aligned` to 16
     bytes.

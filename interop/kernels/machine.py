@@ -1,4 +1,4 @@
-"""What a launch of a compiled Triton kernel needs: machine code, grid, parameters, and its buffers.
+"""Describe the launch of a compiled Triton kernel: machine code, grid, parameters and buffers.
 
 Nothing here needs a framework, so that all of it can be kept for a later process (`known.py`).
 """

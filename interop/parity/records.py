@@ -244,7 +244,7 @@ def features_of(problem: dict[str, Any]) -> list[str]:
         "window": problem.get("window_size") not in (None, (None, None)),
         "Sq != Skv": (left, right) != (inf, inf) and any(m != n for m, n in pairs),
         "GQA": problem.get("heads_q") != problem.get("heads_kv") and "softcap" in problem,
-        "scale of 0 or less": (problem.get("scale") or 1) < 0 or problem.get("scale") == 0,
+        "scale of 0 or less": problem.get("scale") is not None and problem["scale"] <= 0,
         "Dv != D": len(sizes) > 1,
         "D > 128": max(sizes) > 128,
         "D > 256": max(sizes) > 256,

@@ -3,8 +3,9 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
-from bench import journal
+from bench import journal, measure
 from bench.journal import Journal, supervise
 from bench.records import load
 
@@ -32,6 +33,22 @@ def test_of_those_that_ran_together_none_is_to_blame_yet(tmp_path, planned):
     after = Journal(tmp_path)
     assert (after.crashed, after.measured) == ([], {})
     assert after.suspects == {r.key for r in together}
+
+
+def test_a_broken_context_ends_the_process(monkeypatch, capsys):
+    """A run in a new process goes on behind what broke it."""
+
+    def empty_cache():
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(measure.os, "abort", lambda: sys.exit(-signal.SIGABRT))
+    with pytest.raises(SystemExit) as ended:
+        measure.release_memory()
+    assert -ended.value.code in journal.CRASHES
+    assert "illegal memory access" in capsys.readouterr().err
 
 
 SUITE = """

@@ -13,7 +13,14 @@ Run = Callable[..., Tensors]
 
 
 class Subject:
-    """Anything that computes attention; target None compiles for nothing."""
+    """Compute attention in any way.
+
+    Attributes:
+        target: what is compiled for; None for nothing.
+        has_lse, has_gradients, has_dlse: what it returns besides out; has_dlse if gradients flow
+            through the log-sum-exp too.
+        is_guarded: runs through torch's dispatcher with guarded memory as well.
+    """
 
     label: str
     framework: str
@@ -34,9 +41,11 @@ class Subject:
         return case
 
     def start(self) -> Run:
+        """Return a function that keeps what it compiles."""
         raise NotImplementedError
 
     def explain(self, case: Case, inputs: Tensors) -> Any:
+        """Return what runs, as text by `str`."""
         raise NotImplementedError
 
 

@@ -78,7 +78,7 @@ def wait(pending, warpgroups=1):
 
 # Can go when `copy_gmem_to_smem` takes OOBFillMode.ZEROS.
 def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
-    """Start to copy rows start .. < num_rows of a head; the tile's other places become 0."""
+    """Start to copy a head's rows start .. < num_rows, uncommitted; the tile's rest becomes 0."""
     scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(

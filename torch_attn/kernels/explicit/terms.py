@@ -254,7 +254,7 @@ def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
 
 @gluon.jit
 def read_bias_box(tile, LAYOUT: gl.constexpr):
-    """Read what `load_bias_box` loaded: an arrival at a named barrier awaits no loads."""
+    """Read what `load_bias_box` loaded, before TMA writes there: named barriers await no loads."""
     bias = tile.load(LAYOUT)
     fence_async_shared()
     return bias

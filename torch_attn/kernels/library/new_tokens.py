@@ -22,7 +22,7 @@ class TreeEnds(NamedTuple):
 
 
 class TokenMask(NamedTuple):
-    """What packed new tokens see besides a window: `TreeEnds` and `QueryRanges`, or None."""
+    """Hold what new tokens see besides a window: `TreeEnds` and `QueryRanges`, or None."""
 
     ends: Any
     bounds: Any

@@ -27,7 +27,7 @@ first_columns = triton.constexpr_function(sm90.first_columns)
 
 
 class Halves(NamedTuple):
-    """What a consumer hands over: a tile of p, and in a forward a factor for each row."""
+    """Hold what the first consumer hands over: p of a tile and, in a forward, the rows' factors."""
 
     p: Any
     factor: Any
