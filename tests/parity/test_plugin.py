@@ -22,7 +22,7 @@ def attention(q, k, v, *, causal=False, scale=None):
 def test_attention(check_attention):
     check_attention(attention, {CLAIMS}, suite=None, seconds=4, longest=9, shrink_seconds=0)
 """
-COMMAND = (sys.executable, "-m", "pytest", "-q", "-p", "twin_attention.pytest_plugin")
+COMMAND = (sys.executable, "-m", "pytest", "-q")
 CLAIMED = '"flash_attention", "float32", "scale", "D not 64, 128 or 256"'
 CAUSAL = '{"kind": "FlashCase", "case": {"name": "x", "dtype": "float32", "causal": true}}'
 
