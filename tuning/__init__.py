@@ -1,1 +1,1 @@
-"""Judge kernel configurations without a GPU (`static`); search for faster ones (`search`)."""
+"""Judge kernel configurations without a GPU."""

@@ -1,6 +1,6 @@
-"""List what shipped configurations take, or search for better ones.
+"""Say what shipped configurations take.
 
-Exit codes: 0 done, 1 a check failed, 2 bad arguments, a missing package or no GPU, 130 interrupted.
+Exit codes: 0 done, 1 a check failed, 2 bad arguments or a missing package, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ NEEDED = ("jax", "rich", "torch", "triton")
 def main(argv: list[str] | None = None) -> int:
     parser = HelpfulParser(prog="python -m tuning", description=__doc__)
     require(parser.error, NEEDED)
-    from tuning.search import command as search
     from tuning.static import command as static
 
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(metavar="COMMAND")
     static.add_parser(commands)
-    search.add_parser(commands)
     arguments = parser.parse_args(argv)
     if arguments.run is None:
         parser.print_help(sys.stderr)

@@ -28,12 +28,14 @@ from tuning.static.gate import (
 from tuning.static.operands import run_kernels
 from tuning.static.resources import measure
 from tuning.static.shared_memory import only_shared_memory
+from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.interop.kernels.cubin import compile_launch
 from twin_attention.interop.parity.cases import AppendCase
 from twin_attention.targets import sm90
-from twin_attention.targets.config import use_configs
+from twin_attention.targets.config import load_table, table_path, use_configs
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
+    KERNELS,
     DecodeConfig,
     FlashConfig,
     FwdConfig,
@@ -268,3 +270,15 @@ def test_a_fifth_part_uses_no_named_barrier(feature):
     assert "red.release" in ptx  # the part that converts is there
     found = re.findall(r"\bbar\.(?:sync|arrive)\s+(\d+)", ptx)
     assert {"0", "2"} <= {*found} <= {"0", "1", "2", "3", "4"}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_problem_reads_every_portable_row(framework, target):
+    """If this fails for a new row, add a problem to tuning/static/gate.py."""
+    specs = {problem.spec for problem in problems(framework, target)}
+    specs |= {spec.merge(spec.num_splits or 2) for spec in specs if isinstance(spec, DecodeSpec)}
+    for name, rows in load_table(table_path(FRAMEWORKS[framework], target)).items():
+        solved = [spec for spec in specs if isinstance(spec, KERNELS[name].spec)]
+        read = {next(row.key for row in rows if row.serves(spec)) for spec in solved}
+        assert not solved or {row.key for row in rows} == read, name

@@ -1,1 +1,0 @@
-"""Search for better kernel configurations on the present GPU, and write them to the tables."""
