@@ -71,7 +71,7 @@ class Family:
         if operation != "flash_bwd" and invariant.is_asked_of(spec):
             missing = invariant.lacks(spec)
             if not self.batch_invariant:
-                missing = "its rounding follows the shape, which batch_invariant excludes"
+                missing = "with batch_invariant only Triton kernels of torch_attn run"
         return missing or self.covers(operation, spec, target)
 
     def function(self, operation: str) -> Callable[..., Any]:

@@ -14,7 +14,10 @@ _MOST_OF_PARTS = 2**28  # numbers of all spans' results together
 
 
 def is_asked_of(spec: Spec) -> bool:
-    return isinstance(spec, AttentionSpec | DecodeSpec) and spec.batch_invariant
+    """Return True for a problem with the option, unless it is empty and runs no kernel."""
+    if not isinstance(spec, AttentionSpec | DecodeSpec):
+        return False
+    return spec.batch_invariant and not spec.is_empty
 
 
 def lacks(spec: Any) -> str | None:
