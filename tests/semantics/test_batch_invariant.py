@@ -98,9 +98,10 @@ def test_rows_without_keys_have_the_bits_of_empty_calls(torch_device):
 
 @pytest.mark.parametrize("options", [{}, {"window_size": (100, 0), "sinks": True}])
 def test_a_merge_of_spans_has_the_bits_of_a_program_over_all(options, torch_device):
-    lengths, page = (40, 0, 2048, 4099), {"page_size": 128, "max_pages": 34}
-    case = DecodeCase("", lengths, tokens=2, heads_q=2, head_dim=16, batch_invariant=True, **page)
-    case = replace(case, **options)
+    case = DecodeCase(
+        "", (40, 0, 2048, 4099), tokens=2, heads_q=2, head_dim=16, page_size=128, max_pages=34,
+        batch_invariant=True, **options,
+    )  # fmt: skip
     inputs = make_inputs(case, torch_device)
     one, several = (TRITON.start()(replace(case, num_splits=n), inputs) for n in (1, 2))
     assert_within_budget(one, inputs, case.spec)
