@@ -33,7 +33,7 @@ class Backends(NamedTuple):
     """The backend of each platform, and changes of `use_configs`; a key of traced code's caches.
 
     For a requested family without an interpreter `elsewhere` is `cuda`, and JAX then refuses to
-    lower it there; so with `batch_invariant`.
+    lower it there; so where None finds kernels for `batch_invariant`.
     """
 
     cuda: Backend
@@ -100,8 +100,10 @@ def choose_backends(
         cuda, _ = choose(implementation, operation, target, spec, only_own)
     else:
         cuda, _ = choose(implementation, operation, target, spec, only_own)
-        compiles_only = cuda.runs_kernels and not cuda.family.has_interpreter
-        if compiles_only and (implementation is not None or invariant.is_asked_of(spec)):
+        compiles_only = not cuda.family.has_interpreter
+        if implementation is None:  # which never interprets; the reference lacks the option
+            compiles_only = invariant.is_asked_of(spec)
+        if cuda.runs_kernels and compiles_only:
             elsewhere = cuda
         else:
             elsewhere, _ = choose(implementation, operation, None, spec)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pallas_attn import private
-from twin_attention.targets import family, foreign, invariant, paged, sm80, sm90, versions
+from twin_attention.targets import family, foreign, paged, sm80, sm90, versions
 from twin_attention.targets.family import Family, foreign_family
 from twin_attention.targets.kernels import Spec
 
@@ -11,16 +11,15 @@ PACKAGE = "pallas_attn"
 _IN_JAX = "twin_attention.interop.kernels.in_jax"
 
 
-def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+def _triton_covers(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support every problem, if JAX and Triton have the kernels' names."""
-    reason = invariant.rounds_by_shape(operation, spec, target)
-    reason = reason or family.import_error(f"pallas_attn.kernels.portable.{operation}")
+    reason = family.import_error(f"pallas_attn.kernels.portable.{operation}")
     if reason is None and target is not None:
         reason = private.missing("triton")
     return reason
 
 
-def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+def _mosaic_sm80_covers(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the kernels cover, if JAX's Mosaic GPU has their names.
 
     Every machine asks, so an older JAX is detected by its version, without an import.
@@ -35,7 +34,7 @@ def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str
     )
 
 
-def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+def _mosaic_sm90_covers(operation: str, spec: Spec, target: str | None) -> str | None:
     """Support what the SM90 kernels cover; a JAX array's rows lie at multiples of 16 bytes."""
     return (
         sm90.supports(operation, spec, target)
@@ -46,10 +45,9 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
     )
 
 
-def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+def _mosaic_paged_covers(operation: str, spec: Spec, target: str | None) -> str | None:
     return (
-        invariant.rounds_by_shape(operation, spec, target)
-        or paged.supports(spec)
+        paged.supports(spec)
         or versions.older_jax()
         or private.missing("mosaic")
         or family.import_error("pallas_attn.kernels.paged.paged_decode")
@@ -58,15 +56,16 @@ def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> st
 
 
 FAMILIES = (
-    Family("mosaic", PACKAGE, "sm80", supports=_mosaic_sm80_supports),
-    Family("mosaic", PACKAGE, "sm90", supports=_mosaic_sm90_supports),
-    Family("mosaic", PACKAGE, "paged", supports=_mosaic_paged_supports, slower=paged.slower),
-    Family("triton", PACKAGE, "portable", has_interpreter=True, supports=_triton_supports),
-    Family("reference", PACKAGE, supports=invariant.rounds_by_shape),
+    Family("mosaic", PACKAGE, "sm80", covers=_mosaic_sm80_covers),
+    Family("mosaic", PACKAGE, "sm90", covers=_mosaic_sm90_covers),
+    Family("mosaic", PACKAGE, "paged", covers=_mosaic_paged_covers, slower=paged.slower),
+    Family("triton", PACKAGE, "portable", has_interpreter=True, covers=_triton_covers),
+    Family("reference", PACKAGE),
 )
 FOREIGN = (
     foreign_family("gluon", "torch_attn", "sm80", _IN_JAX),
-    foreign_family("gluon", "torch_attn", "sm90", _IN_JAX, foreign.gluon_is_faster),
-    foreign_family("torch_triton", "torch_attn", "portable", _IN_JAX),
-)
+    foreign_family("gluon", "torch_attn", "sm90", _IN_JAX, faster=foreign.gluon_is_faster),
+    foreign_family("torch_triton", "torch_attn", "portable", _IN_JAX, has_interpreter=True,
+                   batch_invariant=True),
+)  # fmt: skip
 family.FAMILIES[PACKAGE], family.FOREIGN[PACKAGE] = FAMILIES, FOREIGN

@@ -15,7 +15,8 @@ It uses the private ``triton.runtime.interpreter``. If a name is missing, this i
 - `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which a mask must not be.
 - `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language`. If they are patched
   then, no Gluon kernel compiles later.
-- `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32.
+- `create_dot` always multiplies in IEEE precision, and NumPy's BLAS rounds a row by its place.
+  `_Builder` gives it operands in TF32, a row at a time.
 - `_Builder` turns off the slow integer overflow check, which does nothing without `debug`.
 - ``block_type`` and ``tensor`` compute the same sizes anew, which took a third of a launch.
 - ``tensor.__index__`` calls ``int`` on an array of one element in Triton 3.6; NumPy 2.4 refuses it.
@@ -137,7 +138,11 @@ class _Builder(InterpreterBuilder):
             a, b = map(_as_tf32, (a, b))
         # For speed: bfloat16 cast inside the product is slow.
         a, b = (self.cast_impl(x, tl.float32) if x.data.dtype == BFLOAT16 else x for x in (a, b))
-        return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+        # Row by row: as on a GPU, a row's bits depend neither on other rows nor on their number.
+        a, b, d = (TensorHandle(np.expand_dims(x.data, axis), x.dtype.scalar)
+                   for x, axis in ((a, -2), (b, -3), (d, -2)))  # fmt: skip
+        found = super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+        return TensorHandle(found.data[..., 0, :], found.dtype.scalar)
 
 
 _builder = _Builder()

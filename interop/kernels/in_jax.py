@@ -23,6 +23,8 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
                 f"{package} is not installed: its kernels are written in Triton, and PyTorch, "
                 "of which a build for CPUs will do, prepares their launches"
             )
+    if target is None:
+        return known.refusal(folder, operation, spec, target)
     return (
         _RULES[folder](operation, spec, target)
         or private.missing("foreign")

@@ -1,16 +1,18 @@
 """Run a family of `torch_attn` inside JAX: jaxlib launches its Triton or Gluon kernels.
 
 While JAX traces, the host function is planned on shapes (`known`). Launches become operations of
-JAX's program (`triton_call`), others XLA's.
+JAX's program (`triton_call`), others XLA's. On a CPU the program calls Triton's interpreter.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn.targets import capability, num_sms, shared_memory
 from twin_attention.contract.operands import TERMS
@@ -98,11 +100,15 @@ def _has_sinks(operands: tuple[Any, ...]) -> bool:
 
 
 def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]) -> Any:
-    assert backend.target is not None
-    card = Card(capability(backend.target), num_sms(backend.target), shared_memory(backend.target))
+    target = backend.target or "sm80"  # the interpreter's results have the same types
+    card = Card(capability(target), num_sms(target), shared_memory(target))
     types = jax.tree.map(lambda x: Type(x.shape, x.dtype.name), operands)
     assert backend.family.folder is not None
-    plan = plan_of(Question(backend.family.folder, operation, spec, backend.target, card, types))
+    plan = plan_of(Question(backend.family.folder, operation, spec, target, card, types))
+    if backend.interpreted:
+        results = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.results)
+        interpreted = partial(_interpret, backend.family.folder, operation, spec)
+        return jax.pure_callback(interpreted, results, operands)
     values = dict(enumerate(jax.tree.leaves(operands)))
 
     def value_of(x: Any) -> Any:
@@ -124,3 +130,22 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
         args = map(value_of, step.args)
         values[result.number] = _OPERATIONS[step.name](*args, **step.kwargs)
     return jax.tree.map(value_of, plan.results)
+
+
+def _interpret(folder: str, operation: str, spec: Spec, operands: tuple[Any, ...]) -> Any:
+    """Run an operation's function on a CPU, with copies of JAX's arrays."""
+    import torch
+
+    from twin_attention.interop.kernels.torch_host import run_operation
+
+    def to_torch(x: Any) -> torch.Tensor:
+        bits = torch.from_numpy(np.array(x).reshape(-1).view(np.uint8))
+        return bits.view(getattr(torch, x.dtype.name)).view(x.shape)
+
+    def to_numpy(x: torch.Tensor) -> np.ndarray:
+        dtype = jnp.dtype(str(x.dtype).removeprefix("torch."))
+        return x.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(x.shape)
+
+    with torch.no_grad():
+        tensors = jax.tree.map(to_torch, operands)
+        return jax.tree.map(to_numpy, run_operation(folder, operation, spec, None, tensors))

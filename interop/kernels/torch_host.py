@@ -7,6 +7,7 @@ for the CPU will do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,19 +42,25 @@ def plan_operation(
     a pair: its `Launch`, and the types of the launch's operands.
     """
     tensors = _tensors_of(types)
-    family = own_family(PACKAGE, folder)
-    function = family.function(operation)
-
-    def host_function() -> Any:
-        found = function(*tensors, spec, Backend(family, target))
-        if operation != "append_kv":
-            return found
-        pools = tensors[0].k_pages, tensors[0].v_pages
-        return (*pools, *([] if found is None else [found]))
-
+    host_function = partial(run_operation, folder, operation, spec, target, tensors)
     operands = tuple(x for x in leaves(tensors) if x is not None)
     plan = plan_of(host_function, operands, card, _written(operation, tensors, spec))
     return plan._replace(steps=tuple(map(_with_types, plan.steps)))
+
+
+def run_operation(
+    folder: str, operation: str, spec: Spec, target: str | None, operands: Any
+) -> Any:
+    """Run the function of an operation, without a target in the interpreter; return its results.
+
+    Those of `append_kv` are the pools too, which it writes.
+    """
+    family = own_family(PACKAGE, folder)
+    found = family.function(operation)(*operands, spec, Backend(family, target, target is None))
+    if operation != "append_kv":
+        return found
+    pools = operands[0].k_pages, operands[0].v_pages
+    return (*pools, *([] if found is None else [found]))
 
 
 def operand_of(shape: tuple[int, ...], dtype: str) -> Tensor:

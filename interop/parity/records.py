@@ -21,6 +21,7 @@ FEATURES = (
     "packed terms", "dropout_rate", "row_max", "GQA", "Dv != D", "D > 128", "D > 256",
     "D not 64, 128 or 256", "rows without a key", "no tokens", "empty sequences",
     "several lengths", "several tokens", "padding", "strided", "cascade", "scale_shape",
+    "batch_invariant",
 )  # fmt: skip
 SCHEMA_VERSION = 1
 ORACLE = "float64"
@@ -267,7 +268,8 @@ def features_of(problem: dict[str, Any]) -> list[str]:
     }  # fmt: skip
     given = ("scale", "softcap", "bias", "relative")  # None for none
     asked = ("causal", "sinks", "segments", "tree", "depths", "ranges", "latent", "alibi",
-             "dropout_rate", "row_max", "cascade", "rotary_dim", "scale_shape")  # fmt: skip
+             "dropout_rate", "row_max", "batch_invariant", "cascade", "rotary_dim",
+             "scale_shape")  # fmt: skip
     found = [x for x in asked if problem.get(x)]
     found += [x for x in given if problem.get(x) is not None]
     return [function_of(problem), problem["dtype"], *found, *(x for x, y in named.items() if y)]

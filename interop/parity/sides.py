@@ -42,6 +42,7 @@ from twin_attention.interop.parity.ranks import (
 )
 from twin_attention.interop.parity.subjects.subject import Run, Subject
 from twin_attention.interop.parity.torch_calls import Attend, by_position, call_torch
+from twin_attention.targets import invariant
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 
@@ -76,6 +77,8 @@ class Ours(Subject):
         operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
         families = [x for x in families_of(self.side) if x.name == self.implementation]
         spec = case.spec
+        if self.target is None and families[0].is_foreign and not invariant.is_asked_of(spec):
+            return "the other side interprets the same kernels"
         if self.side == "torch_attn" and getattr(case, "layout", None) == "strided":
             spec = replace(spec, placement=Placement(compact=False))
         if isinstance(case, ContextCase):
@@ -122,9 +125,9 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
         folder = family.folder
         if folder is None:
             return target == targets[0]
-        if family.is_foreign and target is None:
-            return False  # it has no interpreter here
-        return folder == target or (folder not in TARGETS and (folder, target) != ("paged", None))
+        if target is None:
+            return family.has_interpreter
+        return folder == target or folder not in TARGETS
 
     return [
         [

@@ -20,7 +20,6 @@ from pallas_attn import explain
 from pallas_attn.distributed import context_attention
 from pallas_attn.flash_ops import DENSE, PACKED
 from tests.oracle import assert_within_budget
-from tests.semantics.test_batch_invariant import CASES as INVARIANT
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpret_launch, interpreted
 from torch_attn.layouts import leaves
 from torch_attn.targets import described
@@ -36,7 +35,7 @@ from twin_attention.interop.kernels.machine import (
     Pointer,
     arrange_buffers,
 )
-from twin_attention.interop.parity.cases import ContextCase
+from twin_attention.interop.parity.cases import ContextCase, DecodeCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.suites.kinds import KINDS
@@ -84,7 +83,9 @@ def call(inputs, kernel):
 def _interpreted():
     """Interpret what jaxlib would launch, with no traced code from other files."""
     jax.clear_caches()
+    launched = tuple(replace(x, has_interpreter=False) for x in FOREIGN["pallas_attn"])
     with pytest.MonkeyPatch.context() as patch, interpreted(WRITES_FIRST):
+        patch.setitem(FOREIGN, "pallas_attn", launched)
         patch.setattr(run_in_jax, "kernel_call", call)
         patch.setattr("pallas_attn.private.missing", lambda group: None)
         yield
@@ -333,8 +334,13 @@ OTHERS = {
     "decode-fp8": ["paged_decode"], "decode-cascade": ["paged_decode"],
     "paged-page-7": ["paged_attention"], "append-rotary-interleaved": ["append_kv"],
     "bias-keys": ["flash_bwd_dq"],
-    "packed": ["flash_fwd"], "chunks": ["paged_attention"], "spans": ["paged_decode", "combine"],
+    "varlen-batch-invariant": ["flash_fwd"], "paged-batch-invariant": ["paged_attention"],
+    "spans": ["paged_decode", "combine"],
 }  # fmt: skip
+SPANS = DecodeCase(
+    "", (2100,), tokens=2, page_size=64, max_pages=40, num_splits=2, sinks=True,
+    batch_invariant=True,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -343,7 +349,7 @@ def test_other_operations(name, launches, monkeypatch):
     choose_upcast = ptx.choose_upcast
     monkeypatch.setattr(ptx, "choose_upcast", lambda dtype, _: choose_upcast(dtype, None))
     named = (x for cases in KINDS for x in cases("small", name))
-    case = INVARIANT.get(name) or next(named)
+    case = SPANS if name == "spans" else next(named)
     inputs = make_inputs(case, "cpu")
     expected = Ours("torch_attn", "triton").start()(case, inputs)
     found = Ours("pallas_attn", "torch_triton", "sm80").start()(case, inputs)

@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 import torch_attn
+from tests.oracle import assert_within_budget
 from tests.sides import strict_types
 from twin_attention.interop.parity.__main__ import DEFAULT
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase
@@ -11,8 +12,10 @@ from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.oracle import expectations, parts_of
 from twin_attention.interop.parity.sides import SIDES, Ours, PallasSide, plan
 from twin_attention.interop.parity.subjects.subject import twins
+from twin_attention.interop.parity.suites.append import append_cases
 from twin_attention.interop.parity.suites.context import context_cases
 from twin_attention.interop.parity.suites.decode import decode_cases
+from twin_attention.interop.parity.suites.merge import merge_cases
 from twin_attention.targets.family import families_of
 from twin_attention.targets.target import requested_target
 
@@ -48,7 +51,10 @@ def test_explicit_kernels_run_for_their_target_alone():
     ):
         groups = plan(("gluon", "mosaic", "triton"), targets)
         assert [[subject.label for subject in group] for group in groups] == expected
-    assert plan(("gluon", "mosaic", "torch_triton"), (None,)) == [[]]
+    assert plan(("gluon", "mosaic"), (None,)) == [[]]
+    ((foreign,),) = plan(("torch_triton",), (None,))
+    assert foreign.supports(replace(CASE, dtype="bfloat16", batch_invariant=True)) is None
+    assert foreign.supports(CASE) == "the other side interprets the same kernels"
 
 
 def test_by_default_every_family_with_kernels_runs_in_every_framework():
@@ -113,3 +119,12 @@ def test_ranks_on_both_sides(case):
             results = subject.start()(case, inputs)
         assert worst(results, expected) <= 1
         assert case.exchange in str(subject.explain(case, inputs))
+
+
+@pytest.mark.parametrize("case", [*append_cases("small", "packed"), *merge_cases("small", "bf16")])
+def test_jax_interprets_kernels_of_torch_attn(case):
+    """Attention is among the named cases of `batch_invariant`."""
+    inputs = make_inputs(case, "cpu")
+    assert_within_budget(
+        Ours("pallas_attn", "torch_triton").start()(case, inputs), inputs, case.spec
+    )

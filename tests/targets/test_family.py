@@ -33,7 +33,7 @@ def forward_alone(operation, spec, target):
 @pytest.fixture
 def fast(monkeypatch):
     """A family before the others, for few problems, without an interpreter."""
-    fast = Family("fast", "torch_attn", "sm90", supports=only_head_size_128)
+    fast = Family("fast", "torch_attn", "sm90", covers=only_head_size_128)
     monkeypatch.setitem(family.FAMILIES, "torch_attn", (fast, TRITON, REFERENCE))
     return fast
 
@@ -429,7 +429,7 @@ def test_an_explanation_names_what_was_passed_over(fast):
 
 
 def test_a_backward_may_be_another_familys(fast, monkeypatch):
-    forward = Family("fast", "torch_attn", "sm80", supports=forward_alone)
+    forward = Family("fast", "torch_attn", "sm80", covers=forward_alone)
     monkeypatch.setitem(family.FAMILIES, "torch_attn", (forward, TRITON, REFERENCE))
     assert choice(None, "sm80", operation="flash_bwd")[0] == Backend(TRITON, "sm80")
     said = described("torch_attn", "sm80", SPEC)
@@ -455,7 +455,7 @@ def test_every_family_has_every_operation(package):
 
 
 def test_families_of_one_name_are_tried_in_turn(fast, monkeypatch):
-    other = Family("fast", "torch_attn", "sm80", supports=lambda *_: "only even days")
+    other = Family("fast", "torch_attn", "sm80", covers=lambda *_: "only even days")
     monkeypatch.setitem(family.FAMILIES, "torch_attn", (other, fast, TRITON, REFERENCE))
     large = AttentionSpec(1, 128, 128, 2, 2, 128, 128, "float16", 0.125)
     assert choice("fast", "sm90", large) == (Backend(fast, "sm90"), ("fast: only even days",))

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from twin_attention.contract.validate.errors import fail
+from twin_attention.targets import invariant
 from twin_attention.targets.collector import collector_paused
 from twin_attention.targets.config import config_of_smaller_cards, current_configs, smaller_configs
 from twin_attention.targets.kernels import KernelConfig, Spec
@@ -39,8 +40,9 @@ class Family:
         folder: of its kernels in the side's ``kernels``, and of its tables in ``configs``. None for
             the reference, whose functions are in ``kernels/reference.py``.
         has_interpreter: its kernels run on a CPU if requested by name.
-        supports: returns why it has no kernels for an operation, a problem and a target, else None.
+        covers: returns why it has no kernels for an operation, a problem and a target, else None.
             The target is None in the interpreter.
+        batch_invariant: its forwards keep the order of sums of `batch_invariant`.
         slower: returns why implementation None leaves a supported problem to later families; else
             None.
         faster: returns True for a problem on which a foreign family is faster than the families of
@@ -52,7 +54,8 @@ class Family:
     package: str
     folder: str | None = None
     has_interpreter: bool = False
-    supports: Callable[[str, Spec, str | None], str | None] = _no_reason
+    covers: Callable[[str, Spec, str | None], str | None] = _no_reason
+    batch_invariant: bool = False
     slower: Callable[[str, Spec, str | None], str | None] = _no_reason
     faster: Callable[[str, Spec, str | None], bool] = _never_faster
     abroad: Callable[[str], Callable[..., Any]] | None = None
@@ -61,6 +64,15 @@ class Family:
     def is_foreign(self) -> bool:
         """True for a family as the other side sees it, which launches its kernels too."""
         return self.abroad is not None
+
+    def supports(self, operation: str, spec: Spec, target: str | None) -> str | None:
+        """Return why the family leaves a problem out, or None."""
+        missing = None
+        if operation != "flash_bwd" and invariant.is_asked_of(spec):
+            missing = invariant.lacks(spec)
+            if not self.batch_invariant:
+                missing = "with batch_invariant only Triton kernels of torch_attn run"
+        return missing or self.covers(operation, spec, target)
 
     def function(self, operation: str) -> Callable[..., Any]:
         """Return the function of an operation; imports its module."""
@@ -90,20 +102,15 @@ FAMILIES: dict[str, tuple[Family, ...]] = {}
 FOREIGN: dict[str, tuple[Family, ...]] = {}
 
 
-def foreign_family(
-    name: str,
-    package: str,
-    folder: str,
-    bridge: str,
-    faster: Callable[[str, Spec, str | None], bool] = _never_faster,
-) -> Family:
+def foreign_family(name: str, package: str, folder: str, bridge: str, **more: Any) -> Family:
     """Describe a family as the other side sees it; `bridge` is the module that launches it.
 
     The bridge's `supports` takes the folder and the arguments of `Family.supports`; its `run`
-    takes the side's own backend, the operation, the problem and the operands.
+    takes the side's own backend, the operation, the problem and the operands. `more` are other
+    attributes of `Family`.
     """
 
-    def supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    def covers(operation: str, spec: Spec, target: str | None) -> str | None:
         missing = import_error(bridge)
         return missing or import_module(bridge).supports(folder, operation, spec, target)
 
@@ -114,7 +121,7 @@ def foreign_family(
 
         return run
 
-    return Family(name, package, folder, supports=supports, faster=faster, abroad=function)
+    return Family(name, package, folder, covers=covers, abroad=function, **more)
 
 
 def own_family(package: str, folder: str | None) -> Family:

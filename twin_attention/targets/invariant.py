@@ -13,21 +13,15 @@ HEAD_DIM_MAX = 128  # with more, registers do not hold two sums of values
 _MOST_OF_PARTS = 2**28  # numbers of all spans' results together
 
 
-def rounds_by_shape(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return why other kernels than torch_attn's Triton ones leave a forward out, or None."""
-    if operation == "flash_bwd" or not is_asked_of(spec):
-        return None
-    return "its rounding follows the shape, which batch_invariant excludes"
-
-
 def is_asked_of(spec: Spec) -> bool:
-    return isinstance(spec, AttentionSpec | DecodeSpec) and spec.batch_invariant
+    """Return True for a problem with the option, unless it is empty and runs no kernel."""
+    if not isinstance(spec, AttentionSpec | DecodeSpec):
+        return False
+    return spec.batch_invariant and not spec.is_empty
 
 
-def lacks(operation: str, spec: Any) -> str | None:
+def lacks(spec: Any) -> str | None:
     """Return why the kernels do not cover a problem with `batch_invariant`, or None."""
-    if operation == "flash_bwd" or not is_asked_of(spec):
-        return None
     if isinstance(spec, AttentionSpec):
         names = ("segmented", "tree", "ranges", "terms", "dropout_rate")
         said = "segment ids, kv_ends, q_ranges, bias, relative_bias, alibi_slopes and dropout"

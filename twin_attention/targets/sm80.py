@@ -6,7 +6,6 @@ They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and mul
 from __future__ import annotations
 
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets import invariant
 from twin_attention.targets.kernels import Spec
 
 # The most query-key pairs, over all batch elements, whose tiles are listed.
@@ -19,7 +18,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention alone"
-    if reason := invariant.rounds_by_shape(operation, spec, target) or too_wide(spec):
+    if reason := too_wide(spec):
         return reason
     if spec.has_lists:
         return "its kernels take no block masks"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
-from twin_attention.targets import invariant, sm80
+from twin_attention.targets import sm80
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
@@ -20,7 +20,7 @@ LEAST_ROWS = 128
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
-    if reason := invariant.rounds_by_shape(operation, spec, target) or _too_wide(operation, spec):
+    if reason := _too_wide(operation, spec):
         return reason
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
         return _supports_paged(spec, target)

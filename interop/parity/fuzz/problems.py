@@ -44,6 +44,7 @@ from twin_attention.interop.parity.cases import (
 )
 from twin_attention.interop.parity.ranges import KINDS as RANGES
 from twin_attention.interop.parity.subjects.subject import Subject
+from twin_attention.targets import invariant
 from twin_attention.targets.config import PACKAGES, load_table, table_path
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.sm80 import EXPLICIT_HEAD_DIM_MAX
@@ -137,6 +138,8 @@ def draw(seed: int, index: int, longest: int) -> Problem:
         (_append, 3), (_merge, 1),
     )  # fmt: skip
     case = kind(f"fuzz-{seed}-{index}", shared, own)
+    if shared.chance(0.15) and type(case) in (FlashCase, VarlenCase, DecodeCase, PagedCase):
+        case = as_batch_invariant(case)
     differentiable = isinstance(case, FlashCase | VarlenCase)
     # Constants change the kernels, so a group shares them.
     constants = _constants(case, shared) if differentiable else ()
@@ -150,6 +153,20 @@ def draw(seed: int, index: int, longest: int) -> Problem:
         own.pick(*HOOKS) if differentiable and own.chance(0.25) else "",
         index % VARIANTS == 0,
     )
+
+
+def as_batch_invariant(case: Any) -> Any:
+    """Return a case with `batch_invariant`, without the options that its kernels lack."""
+    plain = {
+        "segments": "", "tree": "", "depths": False, "ranges": "", "relative": None, "bias": None,
+        "alibi": "", "dropout_rate": 0.0, "kv_dtype": None, "scale_shape": (), "latent": False,
+        "precision": PRECISIONS[0], "batch_invariant": True,
+    }  # fmt: skip
+    changed: dict[str, Any] = {x.name: plain[x.name] for x in fields(case) if x.name in plain}
+    changed |= {
+        x: min(getattr(case, x) or 64, invariant.HEAD_DIM_MAX) for x in ("head_dim", "head_dim_v")
+    }
+    return replace(case, **changed, dtype=case.dtype if case.dtype != "float32" else "bfloat16")
 
 
 def draw_claimed(subjects: Sequence[Subject], seed: int, longest: int) -> Iterator[Problem]:

@@ -23,6 +23,7 @@ from twin_attention.interop.parity.fuzz.memory import (
     with_odd_strides,
 )
 from twin_attention.interop.parity.fuzz.problems import Problem, hidden_values
+from twin_attention.interop.parity.fuzz.schedules import InvariantCase, differing_bits
 from twin_attention.interop.parity.harness import describe
 from twin_attention.interop.parity.inputs import POOLS, Tensors, make_inputs
 from twin_attention.interop.parity.oracle import Expectation, expectations, parts_of
@@ -113,6 +114,9 @@ def _run_subject(
         try:
             results = _run_round(run, subject, problem, inputs, name)
             check_layout(results, inputs, problem.case.spec, name)
+            own, others = problem.case, None
+            if isinstance(own, InvariantCase) and own.batch_invariant and name != "again":
+                others = differing_bits(run, own, inputs, results)
         except Absent as reason:
             return RunRecord(subject.label, refused=str(reason)), comparisons
         except Exception as failure:
@@ -123,6 +127,8 @@ def _run_subject(
         case = _again(problem.case) if name == "again" else problem.case
         found = compare({subject: results}, expected, case, inputs)
         comparisons += [replace(c, subject=f"{subject.label}, {name}") for c in found]
+        if others is not None:
+            return RunRecord(subject.label, error=f"{name}: other bits: {others}"), comparisons
         if not all(c.ok for c in found):
             break
     seconds = time.perf_counter() - start

@@ -47,6 +47,10 @@ def _small_decode() -> Iterator[DecodeCase]:
         base, name="decode-cascade", lengths=(140, 0, 128, 17, 144), max_pages=9, sinks=True,
         cascade=True, common_pages=8,
     )  # fmt: skip
+    yield replace(
+        base, name="decode-batch-invariant", lengths=(70, 0, 128, 1), tokens=17, scale=-0.2,
+        batch_invariant=True,
+    )  # fmt: skip
     yield replace(base, name="decode-no-sequence", lengths=())
 
 
@@ -91,6 +95,9 @@ def _full_decode_changes() -> Iterator[Change]:
         yield f"splits{splits}", {"num_splits": splits}
     for left in (0, 1, 63, 200, 5000):
         yield f"window{left}", {"window_size": (left, 0), "tokens": 3}
+    spans = {"lengths": (2100, 40, 0, 2048, 4099), "max_pages": 65, "num_splits": 2}
+    for tokens in (1, 20):
+        yield f"invariant-{tokens}", {**spans, "tokens": tokens, "batch_invariant": True}
     options = {
         "tokens": 4, "sinks": True, "window_size": (300, None), "softcap": 20.0, "head_dim": 128,
     }  # fmt: skip

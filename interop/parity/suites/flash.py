@@ -117,6 +117,10 @@ def _small() -> Iterator[FlashCase]:
         window_size=(40, None), softcap=30.0, sinks=True, scale=0.2, deterministic=True,
     )  # fmt: skip
     yield replace(base, name="deterministic", causal=True, deterministic=True)
+    yield replace(
+        base, name="batch-invariant", seq_q=70, seq_kv=130, heads_q=3, heads_kv=1, head_dim_v=88,
+        window_size=(9, 30), sinks=True, row_max=True, batch_invariant=True,
+    )  # fmt: skip
     yield replace(base, name="strided", layout="strided", causal=True)
     yield replace(base, name="one-token", seq_q=1, seq_kv=1)
     yield replace(base, name="no-keys", seq_q=5, seq_kv=0)
@@ -128,6 +132,9 @@ def _full() -> Iterator[FlashCase]:
         base = FlashCase(f"full-{short}", 2, 333, 333, heads_q=4, heads_kv=2, dtype=dtype)
         for name, changes in _full_changes():
             yield replace(base, name=f"{base.name}-{name}", **changes)
+    base = FlashCase("", 2, 333, 333, 4, 2, causal=True, batch_invariant=True)
+    for d in (64, 128):
+        yield replace(base, name=f"full-invariant-d{d}", head_dim=d)
     base = FlashCase("", 2, 333, 333, 4, 2, dtype="float32", precision="tf32")
     for name, changes in _full_tf32_changes():
         yield replace(base, name=f"full-tf32-{name}", **changes)

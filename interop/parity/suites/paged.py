@@ -44,6 +44,10 @@ def _small_paged() -> Iterator[PagedCase]:
         "paged-ranges", (150, 41, 33, 5, 0), new_tokens=(64, 1, 33, 7, 2), padding=3, ranges="both",
         heads_q=6, max_pages=11, window_size=(20, 0), sinks=True,
     )  # fmt: skip
+    yield PagedCase(
+        "paged-batch-invariant", (70, 0, 9), new_tokens=(20, 2, 9), padding=2, heads_q=6,
+        head_dim=24, sinks=True, batch_invariant=True,
+    )  # fmt: skip
     # Keys that are not split, so that explicit kernels have them.
     yield PagedCase(
         "paged-chunks", (200, 70), new_tokens=(70, 5), padding=3, heads_q=8, page_size=32,
@@ -100,6 +104,8 @@ def _full_paged_changes() -> Iterator[Change]:
     for left in (0, 63, 5000):
         yield f"window{left}", {"window_size": (left, 0)}
     yield "sinks", {"sinks": True, "num_splits": 3}
+    for d in (64, 128):
+        yield f"invariant-d{d}", {"head_dim": d, "batch_invariant": True}
     for tree, d in product(("drafts", "any"), (64, 128, 256)):
         yield f"tree-{tree}-d{d}", {"tree": tree, "head_dim": d}
     options = {"sinks": True, "softcap": 5.0, "num_splits": 1}

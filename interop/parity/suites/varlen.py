@@ -42,6 +42,10 @@ def _small_varlen() -> Iterator[VarlenCase]:
     )  # fmt: skip
     yield replace(base, name="varlen-ranges-any", ranges="any", tree="any", sinks=True)
     yield replace(base, name="varlen-deterministic", padding=(0, 0), heads_q=4, deterministic=True)
+    yield replace(
+        base, name="varlen-batch-invariant", dtype="float16", window_size=(20, 0), softcap=20.0,
+        batch_invariant=True,
+    )  # fmt: skip
     yield replace(base, name="varlen-all-padding", lengths=())
 
 

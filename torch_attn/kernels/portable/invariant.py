@@ -230,6 +230,7 @@ def _fold(m_i, l_i, acc, m_span, l_span, acc_span):
 def _store_rows(
     sinks_ptr, out_ptr, lse_ptr, head, at, at_lse, is_row, m_i, l_i, acc, SIZE: tl.constexpr
 ):
+    has_keys = m_i != float("-inf")
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
         m_new = tl.maximum(m_i, sink * LOG2E)
@@ -238,7 +239,10 @@ def _store_rows(
         l_i = tl.fma(l_i, alpha, tl.exp2(tl.fma(sink, LOG2E, -m_safe)))
         acc, m_i = acc * alpha[:, None], m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    tl.store(lse_ptr + at_lse, tl.fma(m_i, LN2, tl.log(l_safe)), mask=is_row)
+    lse = tl.fma(m_i, LN2, tl.log(l_safe))
+    if sinks_ptr is not None:  # without keys it is the sink, as where no kernel runs
+        lse = tl.where(has_keys, lse, sink)
+    tl.store(lse_ptr + at_lse, lse, mask=is_row)
     out = (acc + 0.0) / l_safe[:, None]
     store_rows_at(out_ptr, out, (at,), (SIZE,), is_row, SIZE, acc.shape[1])
 
