@@ -508,9 +508,7 @@ def test_arguments_after_the_tensors_are_named(side, name):
 
 @pytest.mark.parametrize(("name", "hint"), [("scal", ". Did you mean 'scale'?"), ("xyz", "")])
 def test_a_name_that_no_library_has(side, name, hint):
-    with refused(
-        TypeError, f"flash_attention() got an unexpected keyword argument {name!r}{hint}"
-    ):
+    with refused(TypeError, f"flash_attention() got an unexpected keyword argument {name!r}{hint}"):
         side.api.flash_attention(**made(side, FLASH), **{name: 0.5})
 
 
