@@ -62,10 +62,12 @@ def run_on_shards(
 
     `code` says what the function runs; its `repr` does not change from process to process.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes and len(jax.devices()) == 1:
-        return function(spec, *args)
     arrays, tree = jax.tree.flatten(args)
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = jax.typeof(arrays[0]).sharding.mesh if mesh.empty else mesh
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    if not (mesh.manual_axes or is_explicit) and len(jax.devices()) == 1:
+        return function(spec, *args)
     structure: Any = None
 
     def run(spec: Spec, *arrays: Array) -> list[Array | None]:
@@ -84,8 +86,6 @@ def run_on_shards(
         leaves = jax.tree.leaves(args, is_leaf=_is_none)
         axes = [x for x, array in zip(names[0], leaves, strict=True) if array is not None]
         divided = replace(whole, axes=axes, results=names[1])
-        mesh = jax.typeof(arrays[0]).sharding.mesh if mesh.empty else mesh
-        is_explicit = AxisType.Explicit in mesh.axis_types
         found = _over_mesh(divided, args, mesh) if is_explicit else _bind(divided, arrays)
     return jax.tree.unflatten(structure, found[: structure.num_leaves])
 

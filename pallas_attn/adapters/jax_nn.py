@@ -46,7 +46,8 @@ def dot_product_attention(
         query: [B, T, N, H] or [T, N, H], float16, bfloat16 or float32. H is 16 to 512 in steps of
             8.
         key, value: [B, S, K, H] or [S, K, H], the query's dtype. N is a multiple of K.
-        bias: [B, N, T, S], or 1 in place of any, float32 or the query's dtype, added to the scores.
+        bias: [B, N, T, S], or 1 in place of any, or without the first ones; float32 or the query's
+            dtype, added to the scores.
         mask: bool, shaped as bias, True where a query sees a key. One of keys alone, [B, 1, 1, S],
             costs nothing; any other becomes a bias, which needs its memory and hides no tiles.
         scale: factor of the scores; None is ``H ** -0.5``.
@@ -93,14 +94,13 @@ def dot_product_attention(
     whole = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     of_keys = added = None
     if bias is not None:
-        bias = jnp.asarray(bias)
-        bias = bias if bias.ndim == 4 else bias[None]
+        bias = jnp.expand_dims(bias, tuple(range(4 - jnp.ndim(bias))))
         check_broadcast("bias", bias.shape, whole)
     if mask is not None:
-        mask = jnp.asarray(mask)
+        mask = jnp.expand_dims(mask, tuple(range(4 - jnp.ndim(mask))))
         if mask.dtype != bool:
             fail(TypeError, "mask", "bool", mask.dtype)
-        of_keys, added = of_mask(mask if mask.ndim == 4 else mask[None], whole, q.dtype)
+        of_keys, added = of_mask(mask, whole, q.dtype)
         bias = added if bias is None else bias if added is None else bias + added
     num_queries, num_keys = q.shape[1], k.shape[1]
     if isinstance(local_window_size, int):
@@ -148,7 +148,8 @@ def dot_product_attention(
         sees_nothing = takes_mean = jnp.isneginf(lse)
         lse = jnp.where(sees_nothing, _HIDDEN, lse)
         mean = v.mean(1, keepdims=True, dtype=jnp.float32)
-        mean = jnp.repeat(mean, q.shape[2] // v.shape[2], axis=2)
+        group = jnp.zeros((q.shape[2] // v.shape[2], 1), mean.dtype)
+        mean = (mean[:, :, :, None] + group).reshape(*mean.shape[:2], -1, mean.shape[3])
         if q_ids is not None:
             takes_mean &= (q_ids >= 0)[:, :, None]
         out = jnp.where(takes_mean[..., None], mean, out).astype(out.dtype)

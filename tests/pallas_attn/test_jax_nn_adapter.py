@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.sharding import AxisType
 
 from pallas_attn.adapters.jax_nn import dot_product_attention
 from twin_attention.contract.tolerances import compare_to_reference
@@ -133,6 +134,25 @@ def test_bias(shape):
 def test_numpy_arrays():
     q, k, v = (np.array(x) for x in inputs(5, 7))
     assert jnp.array_equal(dot_product_attention(q, k, v), dot_product_attention(*inputs(5, 7)))
+
+
+def test_a_mask_without_batch_and_heads():
+    operands, mask = inputs(9, 7), jnp.tri(9, 7, dtype=bool)
+    attend = jax.jit(lambda mask: dot_product_attention(*operands, mask=mask, bias=mask * 1.0))
+    assert jnp.array_equal(attend(mask), attend(mask[None, None]))
+
+
+def test_queries_without_a_key_on_a_mesh_of_explicit_axes():
+    lengths = jnp.array([0, 4], jnp.int32)
+    options = {"key_value_seq_lengths": lengths, "mask": MASK}
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        place = jax.P("data", None, "model")
+        q, k, v = (jax.device_put(x, place) for x in inputs(9, 7))
+        got = dot_product_attention(q, k, v, **options)
+    assert jax.P(*got.sharding.spec[:3]) == place
+    want = dot_product_attention(*inputs(9, 7), **options)
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got, want)))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 9, 7), (2, 4, 1, 7)])

@@ -2,8 +2,12 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
+from pallas_attn import flash_attention
 from pallas_attn.targets import cuda_devices
 
 FOUR = "--xla_force_host_platform_device_count=4"
@@ -21,6 +25,19 @@ def run(kind, implementation, **environment):
 def test_each_device_computes_its_own(kind, implementation):
     flags = f"{os.environ.get('XLA_FLAGS', '')} {FOUR}"
     run(kind, implementation, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
+
+
+def test_explicit_axes_of_one_device():
+    def attend(q):
+        return flash_attention(q, q, q, causal=True, implementation="triton")
+
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    q = jax.random.normal(jax.random.key(0), (2, 8, 2, 16))
+    placed = jax.device_put(q, NamedSharding(mesh, jax.P("data", None, "model", None)))
+    for function in (attend, jax.grad(lambda q: attend(q).sum())):
+        found = function(placed)
+        assert found.sharding == placed.sharding
+        assert jnp.allclose(found, function(q), atol=1e-5)
 
 
 @pytest.mark.skipif(len(cuda_devices()) < 2, reason="needs two NVIDIA GPUs")

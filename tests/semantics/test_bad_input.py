@@ -506,9 +506,10 @@ def test_arguments_after_the_tensors_are_named(side, name):
         getattr(side.api, name)(*made(side, FUNCTIONS[name]).values(), 0.5)
 
 
-def test_a_name_that_no_library_has(side):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'scal'"):
-        side.api.flash_attention(**made(side, FLASH), scal=0.5)
+@pytest.mark.parametrize(("name", "hint"), [("scal", ". Did you mean 'scale'?"), ("xyz", "")])
+def test_a_name_that_no_library_has(side, name, hint):
+    with refused(TypeError, f"flash_attention() got an unexpected keyword argument {name!r}{hint}"):
+        side.api.flash_attention(**made(side, FLASH), **{name: 0.5})
 
 
 @pytest.mark.parametrize("asked", [None, "reference", "triton"])

@@ -90,6 +90,7 @@ def test_flash_attn_func_has_gradients():
         ),
         ({"return_attn_probs": True}, NotImplementedError, "return_attn_probs: expected False"),
         ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a tuple"),
+        ({"window_size": 4}, TypeError, "window_size: expected a pair (left, right), -1 for no li"),
         ({"softcap": -1.0}, ValueError, "softcap: expected a positive number"),
     ],
 )
@@ -349,6 +350,9 @@ NEW = draw(2, 1, 2, 16)
             NotImplementedError, "cache_leftpad: expected None with block_table, got Tensor",
         ),
         ({"cache_batch_idx": INDEX.long()}, ValueError, "cache_batch_idx: expected [2] int32, got"),
+        ({"cache_seqlens": INDEX.long()}, ValueError, "cache_seqlens: expected [2] int32, got (2,"),
+        ({"cache_seqlens": [3, 4]}, TypeError, "cache_seqlens: expected a torch.Tensor, got list"),
+        ({"v_cache": None}, TypeError, "v_cache: expected a torch.Tensor, got NoneType"),
         ({"cache_leftpad": INDEX[:1]}, ValueError, "cache_leftpad: expected [2] int32, got (1,)"),
         (
             {"alibi_slopes": torch.ones(4), "softcap": 3.0},

@@ -315,7 +315,8 @@ def test_a_models_own_attention_is_named():
         bloom(IDS)
     mask = make_mask(2, 8, 8)
     assert not hasattr(mask, "shape")
-    for use in (lambda: mask.to(torch.bool), lambda: torch.where(mask, 0, 1), lambda: IDS + mask):
+    uses = [lambda: mask.to(torch.bool), lambda: torch.where(mask, 0, 1), lambda: IDS + mask]
+    for use in (*uses, lambda: mask[:, 0], lambda: 1.0 - mask):
         with pytest.raises(NotImplementedError, match="got one with attention of its own"):
             use()
 
@@ -451,6 +452,15 @@ def test_a_layer_without_a_mask_says_whether_it_is_causal(causal):
     assert torch.equal(attention_forward(layer, q, k, k, None, is_causal=causal)[0], want)
     layer.is_causal = causal
     assert torch.equal(attention_forward(layer, q, k, k, None)[0], want)
+
+
+def test_a_layers_tensors_may_have_any_strides():
+    qkv = [torch.randn(1, heads, 16, 5).mT for heads in (4, 2, 2)]
+    got, want = (
+        attention_forward(torch.nn.Module(), *x, None, is_causal=True)[0]
+        for x in (qkv, [x.contiguous() for x in qkv])
+    )
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("position_ids", [None, torch.arange(8)[None] % 5])

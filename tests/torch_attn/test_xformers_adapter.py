@@ -153,6 +153,7 @@ X = torch.randn(1, 6, 4, 16)
     [
         ({"op": object}, NotImplementedError, "op: expected None"),
         ({"output_dtype": torch.float16}, NotImplementedError, "output_dtype: expected None or"),
+        ({"query": [1.0]}, TypeError, "query: expected a torch.Tensor, got list"),
         ({"key": X[0]}, ValueError, "key: expected [B, M, H, K], [B, M, K] or"),
         (
             {"attn_bias": make("BlockDiagonalPaddedKeysMask")},

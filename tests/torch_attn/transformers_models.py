@@ -33,8 +33,8 @@ EXPERTS = {
     "moe_intermediate_size": 32,
 }  # fmt: skip
 LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "head_dim": 8, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "head_dim": 64, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "n_shared_experts": 1,
 }  # fmt: skip
 WITHOUT_GROUPS = {"num_key_value_heads": 4}

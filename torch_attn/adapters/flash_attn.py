@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from torch_attn import append_kv, flash_attention, flash_attention_varlen, paged_decode
 from torch_attn.adapters.seeds import draw_seed
-from torch_attn.operands import strides_in_memory
+from torch_attn.operands import check_tensor, strides_in_memory
 from twin_attention.contract.paged_spec import PAGE_SIZE_MAX
 from twin_attention.contract.validate.errors import fail
 
@@ -318,10 +318,17 @@ def flash_attn_with_kvcache(
         out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     """
     _no_softcap(alibi_slopes, softcap)
-    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+    chosen = {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad}
+    for name, x in chosen.items():
         if x is not None and block_table is not None:
             fail(NotImplementedError, name, "None with block_table", type(x).__name__)
-        if x is not None and (x.shape != (len(q),) or x.dtype != torch.int32):
+    for name, x in {"q": q, "k_cache": k_cache, "v_cache": v_cache}.items():
+        check_tensor(name, x)
+    for name, x in {**chosen, "cache_seqlens": cache_seqlens}.items():
+        if x is None or isinstance(x, int):
+            continue
+        check_tensor(name, x)
+        if x.shape != (len(q),) or x.dtype != torch.int32:
             fail(ValueError, name, f"[{len(q)}] int32", f"{tuple(x.shape)} {x.dtype}")
     if (k is None) != (v is None):
         fail(ValueError, "v", "k and v, or neither", "only one of them")
@@ -440,6 +447,8 @@ def _absent(**arguments: object) -> None:
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        fail(TypeError, "window_size", "a pair (left, right), -1 for no limit", window_size)
     left, right = (None if side == -1 else side for side in window_size)
     return left, right
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_attn import flash_attention, flash_attention_varlen
 from torch_attn.adapters.seeds import draw_seed
+from torch_attn.operands import check_tensor
 from twin_attention.contract.validate.errors import fail
 
 MASKS = (
@@ -78,14 +79,15 @@ def memory_efficient_attention(
         q, k, v = torch.randn(3, 1, 128, 4, 64)
         out = memory_efficient_attention(q, k, v, p=0.1)
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x)
+        if x.ndim != query.ndim or not 3 <= x.ndim <= 5:
+            expected = "[B, M, H, K], [B, M, K] or [B, M, G, H, K], alike for all three"
+            fail(ValueError, name, expected, f"shape {tuple(x.shape)}")
     if op is not None:
         fail(NotImplementedError, "op", "None", op)
     if output_dtype not in (None, query.dtype):
         fail(NotImplementedError, "output_dtype", f"None or query's {query.dtype}", output_dtype)
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != query.ndim or not 3 <= x.ndim <= 5:
-            expected = "[B, M, H, K], [B, M, K] or [B, M, G, H, K], alike for all three"
-            fail(ValueError, name, expected, f"shape {tuple(x.shape)}")
     mask = type(attn_bias).__name__
     if not (attn_bias is None or isinstance(attn_bias, Tensor) or mask in MASKS):
         expected = f"None, a tensor, or one of {', '.join(MASKS)}"

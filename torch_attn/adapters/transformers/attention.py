@@ -52,15 +52,15 @@ def attention_forward(
 
     Args:
         module: the layer's attention. Its `is_causal` counts where there is no mask.
-        query: [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv].
+        query: [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv]; copied, as T5's
+            position biases are, if their last dimension is not contiguous.
         attention_mask: the registered function's `Mask`; a tensor of the user's own, [B, Hq, Sq,
             Skv] or 1 in place of any, bool (True is seen) or added to the scores; or None.
         scaling: factor of the scores; None is ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``.
         s_aux: [Hq], sinks.
         dropout: share of probabilities to drop, seeded by torch's generator of the device.
-        position_bias: [B, Hq, Sq, Skv], or 1 in place of any, added to the scores; copied if its
-            last dimension is not contiguous, as T5's.
+        position_bias: [B, Hq, Sq, Skv], or 1 in place of any, added to the scores.
         is_causal: overrides the module's; must agree with a mask.
         sliding_window: unused, the mask has it.
         cu_seq_lens_q, cu_seq_lens_k: [N + 1], offsets of sequences packed into the batch's rows,
@@ -89,7 +89,7 @@ def attention_forward(
     if mask.num_keys is not None:
         key, value = key[:, :, : mask.num_keys], value[:, :, : mask.num_keys]
         position_bias = None if position_bias is None else position_bias[..., : mask.num_keys]
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (with_rows(x.transpose(1, 2)) for x in (query, key, value))
     options: dict[str, Any] = {
         "scale": scaling,
         "window_size": (mask.window.left, mask.window.right),

@@ -55,8 +55,10 @@ class Mask:
         moved = {name: x.to(device, **options) for name, x in self.operands.items()}
         return replace(self, operands=moved)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: Any) -> NoReturn:
         _refuse_to_be_a_tensor()
+
+    __getitem__ = __add__ = __mul__ = __rsub__ = __getattr__
 
     @classmethod
     def __torch_function__(cls, *call: Any) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from inspect import signature
 from typing import Any, NoReturn, TypeVar
 
@@ -61,7 +62,9 @@ def refuse_names(
         if theirs in ("bias", "relative_bias"):
             expected = f"no such argument of {name} (docs/non-goals.md)"
             fail(NotImplementedError, theirs, expected, "one")
-        raise TypeError(f"{name}() got an unexpected keyword argument {theirs!r}")
+        close = get_close_matches(theirs, parameters, 1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"{name}() got an unexpected keyword argument {theirs!r}{hint}")
     positional = [x.name for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
     raise TypeError(
         f"{name}() takes {len(positional)} positional arguments ({', '.join(positional)}), "
