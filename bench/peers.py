@@ -116,7 +116,7 @@ def padded(
 
     dense = FlashCase(
         case.name, batch, longest, longest, case.heads_q, case.heads_kv, case.head_dim,
-        case.head_dim_v, case.dtype, case.causal, case.scale,
+        case.head_dim_v, case.dtype, case.causal, scale=case.scale,
     )  # fmt: skip
     call = factory(dense, operation, [pad(x) for x in tensors])
     result = call.result

@@ -27,17 +27,51 @@ from twin_attention.contract.spec import (
 from twin_attention.contract.transfers import choose_exchange, problem_of_rank
 from twin_attention.interop.parity.ranges import KINDS as RANGES
 
+OPTIONS = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
 
-@dataclass(frozen=True)
-class FlashCase:
-    """One call of `flash_attention`. What is not listed is the call's option.
 
-    name: unique, and what `--filter` matches.
-    segments: "documents" for ids in order with padding behind them; "shuffled" for any order.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What calls of `flash_attention` and `flash_attention_varlen` share.
+
+    What is not listed is the call's option.
+
     tree: "nested" for a depth-first tree; "any" for arbitrary ends of keys.
     ranges: a kind of `ranges.make_ranges`.
     relative: R of a table of 2R + 1 distances.
     alibi: slopes, "heads" for one per head; "all" for one per head and sequence.
+    """
+
+    scale: float | None = None
+    window_size: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    tree: str = ""
+    depths: bool = False
+    ranges: str = ""
+    relative: int | None = None
+    terms_in_q_dtype: bool = False
+    alibi: str = ""
+    dropout_rate: float = 0.0
+    deterministic: bool = False
+    precision: Precision = "ieee"
+    row_max: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The call's options; those that its function lacks have no default here."""
+        asked: dict[str, Any] = {"return_row_max": True} if self.row_max else {}
+        given = {x: y for x in ("dropout_rate", "batch_invariant") if (y := getattr(self, x))}
+        return {name: getattr(self, name) for name in OPTIONS} | asked | given
+
+
+@dataclass(frozen=True)
+class FlashCase(Options):
+    """One call of `flash_attention`.
+
+    name: unique, and what `--filter` matches.
+    segments: "documents" for ids in order with padding behind them; "shuffled" for any order.
     bias: the axes, of "bhqk", along which it varies; None for no bias.
     layout: "contiguous", or "strided" for views of one packed torch tensor.
     """
@@ -52,29 +86,10 @@ class FlashCase:
     head_dim_v: int | None = None
     dtype: str = "bfloat16"
     causal: bool = False
-    scale: float | None = None
-    window_size: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    sinks: bool = False
     segments: str = ""
-    tree: str = ""
-    depths: bool = False
-    ranges: str = ""
-    relative: int | None = None
-    terms_in_q_dtype: bool = False
-    alibi: str = ""
     bias: str | None = None
-    dropout_rate: float = 0.0
-    deterministic: bool = False
-    precision: Precision = "ieee"
-    row_max: bool = False
-    batch_invariant: bool = False
     gradients: bool = True
     layout: str = "contiguous"
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return _flash_options(self)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -94,7 +109,7 @@ class FlashCase:
 
 
 @dataclass(frozen=True)
-class VarlenCase:
+class VarlenCase(Options):
     """One call of `flash_attention_varlen`, with padding after the last sequence."""
 
     name: str
@@ -106,25 +121,6 @@ class VarlenCase:
     head_dim_v: int | None = None
     dtype: str = "bfloat16"
     causal: bool = True
-    scale: float | None = None
-    window_size: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    tree: str = ""
-    depths: bool = False
-    ranges: str = ""
-    relative: int | None = None
-    terms_in_q_dtype: bool = False
-    alibi: str = ""
-    dropout_rate: float = 0.0
-    deterministic: bool = False
-    precision: Precision = "ieee"
-    row_max: bool = False
-    batch_invariant: bool = False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return _flash_options(self)
 
     @property
     def spec(self) -> VarlenSpec:
@@ -133,17 +129,6 @@ class VarlenCase:
         )
         sequences = len(self.lengths)
         return VarlenSpec(1, tokens_q, tokens_kv, num_sequences=sequences, **_fields_of(self))
-
-
-def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
-    """Return a call's options; those that its function lacks have no default here."""
-    names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
-    asked: dict[str, Any] = {"return_row_max": True} if case.row_max else {}
-    if case.dropout_rate:
-        asked["dropout_rate"] = case.dropout_rate
-    if case.batch_invariant:
-        asked["batch_invariant"] = True
-    return {name: getattr(case, name) for name in names} | asked
 
 
 def _terms(case: FlashCase | VarlenCase) -> tuple[str, ...]:
@@ -217,11 +202,8 @@ class DilatedCase(FlashCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        names = (
-            "segment_lengths", "dilation_rates", "causal", "scale", "softcap", "deterministic",
-            "precision",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        names = [name for name in OPTIONS if name != "window_size"]
+        return {x: getattr(self, x) for x in ("segment_lengths", "dilation_rates", *names)}
 
     @property
     def spec(self) -> DilatedSpec:
@@ -247,8 +229,7 @@ class ContextCase(FlashCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
-        return {name: getattr(self, name) for name in (*names, "exchange")}
+        return {name: getattr(self, name) for name in (*OPTIONS, "exchange")}
 
     @property
     def spec(self) -> AttentionSpec:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from twin_attention.interop.parity.cases import AppendCase
-from twin_attention.interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.suites.choose import Change, choose, in_dtypes
 
 
 def append_cases(suite: str = "small", pattern: str = "") -> list[AppendCase]:
@@ -38,9 +38,7 @@ def _full_append() -> Iterator[AppendCase]:
     base = AppendCase(
         "append-full", lengths, new_tokens=new, padding=9, heads_q=8, page_size=64, positions=512
     )
-    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
-        for name, changes in _full_append_changes():
-            yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
+    yield from in_dtypes(base, _full_append_changes, "float32")
     for d, rotary in ((16, 2), (80, 48), (128, 126)):
         yield replace(base, name=f"{base.name}-d{d}-r{rotary}", head_dim=d, rotary_dim=rotary)
     for tokens in (1, 3, 16, 64):

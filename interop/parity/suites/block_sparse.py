@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from twin_attention.interop.parity.cases import BlockSparseCase
-from twin_attention.interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.suites.choose import Change, choose, in_dtypes
 
 
 def block_sparse_cases(suite: str = "small", pattern: str = "") -> list[BlockSparseCase]:
@@ -26,20 +26,8 @@ def _small_block_sparse() -> Iterator[BlockSparseCase]:
 
 
 def _full_block_sparse() -> Iterator[BlockSparseCase]:
-    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
-        base = BlockSparseCase(
-            f"block-sparse-full-{short}",
-            2,
-            700,
-            700,
-            4,
-            2,
-            dtype=dtype,
-            own_masks="heads",
-            kept=0.3,
-        )
-        for name, changes in _full_block_sparse_changes():
-            yield replace(base, name=f"{base.name}-{name}", **changes)
+    base = BlockSparseCase("block-sparse-full", 2, 700, 700, 4, 2, own_masks="heads", kept=0.3)
+    yield from in_dtypes(base, _full_block_sparse_changes)
 
 
 def _full_block_sparse_changes() -> Iterator[Change]:

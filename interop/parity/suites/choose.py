@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from twin_attention.interop.parity.cases import Case
@@ -29,6 +30,14 @@ QUICK = (
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 C = TypeVar("C", bound=Case)
 Make = Callable[[], Iterator[C]]
+
+
+def in_dtypes(base: C, changes: Callable[[], Iterator[Change]], *without: str) -> Iterator[C]:
+    """Yield the changed cases in each dtype, except those in `without`."""
+    for dtype, short in {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.items():
+        for name, fields in changes() if dtype not in without else ():
+            named = {"name": f"{base.name}-{short}-{name}", "dtype": dtype}
+            yield replace(base, **named | fields)
 
 
 def choose(suite: str, pattern: str, small: Make[C], full: Make[C], large: Make[C]) -> list[C]:

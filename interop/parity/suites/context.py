@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from twin_attention.interop.parity.cases import ContextCase
-from twin_attention.interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.suites.choose import Change, choose, in_dtypes
 
 
 def context_cases(suite: str = "small", pattern: str = "") -> list[ContextCase]:
@@ -28,12 +28,8 @@ def _small_context() -> Iterator[ContextCase]:
 
 
 def _full_context() -> Iterator[ContextCase]:
-    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
-        base = ContextCase(
-            f"context-full-{short}", 1, 1536, 1536, 4, 4, dtype=dtype, causal=True, ranks=4
-        )
-        for name, changes in _full_context_changes():
-            yield replace(base, name=f"{base.name}-{name}", **changes)
+    base = ContextCase("context-full", 1, 1536, 1536, 4, 4, causal=True, ranks=4)
+    yield from in_dtypes(base, _full_context_changes)
 
 
 def _full_context_changes() -> Iterator[Change]:

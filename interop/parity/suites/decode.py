@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from twin_attention.interop.parity.cases import DecodeCase
-from twin_attention.interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.suites.choose import Change, choose, in_dtypes
 
 # DeepSeek's latent attention, with fewer query heads.
 MLA = {"latent": True, "head_dim": 576, "head_dim_v": 512, "heads_kv": 1}
@@ -60,9 +60,7 @@ def _full_decode() -> Iterator[DecodeCase]:
     few = replace(base, lengths=(0, 1, 63, 64, 65, 128, 129, 255, 256), max_pages=4)
     # As many sequences and kv heads as an H200 runs at once, and several times as many.
     many = replace(base, heads_q=16, heads_kv=8)
-    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
-        for name, changes in _full_decode_changes():
-            yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
+    yield from in_dtypes(base, _full_decode_changes, "float32")
     for d in (128, 256):
         sizes = {"heads_q": 10, "heads_kv": 2, "tokens": 8, "head_dim": d}
         yield replace(base, name=f"{base.name}-40-rows-d{d}", **sizes)

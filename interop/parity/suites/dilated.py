@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from twin_attention.interop.parity.cases import DilatedCase
-from twin_attention.interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.suites.choose import Change, choose, in_dtypes
 
 
 def dilated_cases(suite: str = "small", pattern: str = "") -> list[DilatedCase]:
@@ -30,13 +30,11 @@ def _small_dilated() -> Iterator[DilatedCase]:
 
 
 def _full_dilated() -> Iterator[DilatedCase]:
-    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
-        base = DilatedCase(
-            f"dilated-full-{short}", 2, 768, 768, 4, 4, dtype=dtype,
-            segment_lengths=(128, 256, 768), dilation_rates=(1, 2, 6),
-        )  # fmt: skip
-        for name, changes in _full_dilated_changes():
-            yield replace(base, name=f"{base.name}-{name}", **changes)
+    base = DilatedCase(
+        "dilated-full", 2, 768, 768, 4, 4, segment_lengths=(128, 256, 768),
+        dilation_rates=(1, 2, 6),
+    )  # fmt: skip
+    yield from in_dtypes(base, _full_dilated_changes)
 
 
 def _full_dilated_changes() -> Iterator[Change]:

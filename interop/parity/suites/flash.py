@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from twin_attention.interop.parity.cases import FlashCase
-from twin_attention.interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.suites.choose import Change, choose, in_dtypes
 
 
 def flash_cases(suite: str = "small", pattern: str = "") -> list[FlashCase]:
@@ -128,14 +128,12 @@ def _small() -> Iterator[FlashCase]:
 
 
 def _full() -> Iterator[FlashCase]:
-    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
-        base = FlashCase(f"full-{short}", 2, 333, 333, heads_q=4, heads_kv=2, dtype=dtype)
-        for name, changes in _full_changes():
-            yield replace(base, name=f"{base.name}-{name}", **changes)
-    base = FlashCase("", 2, 333, 333, 4, 2, causal=True, batch_invariant=True)
+    base = FlashCase("full", 2, 333, 333, heads_q=4, heads_kv=2)
+    yield from in_dtypes(base, _full_changes)
+    invariant = replace(base, causal=True, batch_invariant=True)
     for d in (64, 128):
-        yield replace(base, name=f"full-invariant-d{d}", head_dim=d)
-    base = FlashCase("", 2, 333, 333, 4, 2, dtype="float32", precision="tf32")
+        yield replace(invariant, name=f"full-invariant-d{d}", head_dim=d)
+    base = replace(base, dtype="float32", precision="tf32")
     for name, changes in _full_tf32_changes():
         yield replace(base, name=f"full-tf32-{name}", **changes)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from twin_attention.interop.parity.cases import PagedCase
-from twin_attention.interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.suites.choose import Change, choose, in_dtypes
 
 
 def paged_cases(suite: str = "small", pattern: str = "") -> list[PagedCase]:
@@ -60,9 +60,7 @@ def _full_paged() -> Iterator[PagedCase]:
         "paged-full", (700, 333, 1, 0, 511, 64), new_tokens=(333, 333, 1, 0, 65, 64), padding=40,
         heads_q=8, page_size=64, max_pages=11,
     )  # fmt: skip
-    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
-        for name, changes in _full_paged_changes():
-            yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
+    yield from in_dtypes(base, _full_paged_changes, "float32")
 
 
 def _full_paged_changes() -> Iterator[Change]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from twin_attention.interop.parity.cases import VarlenCase
-from twin_attention.interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.suites.choose import Change, choose, in_dtypes
 
 
 def varlen_cases(suite: str = "small", pattern: str = "") -> list[VarlenCase]:
@@ -52,9 +52,7 @@ def _small_varlen() -> Iterator[VarlenCase]:
 def _full_varlen() -> Iterator[VarlenCase]:
     lengths = ((333, 333), (1, 1), (0, 0), (127, 400), (400, 127), (64, 0), (0, 64), (256, 256))
     base = VarlenCase("varlen-full", lengths, (70, 40), heads_q=4)
-    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
-        for name, changes in _full_varlen_changes():
-            yield replace(base, name=f"{base.name}-{short}-{name}", dtype=dtype, **changes)
+    yield from in_dtypes(base, _full_varlen_changes)
     base = replace(base, dtype="float32", precision="tf32")
     for d in (32, 64, 128, 256):
         yield replace(base, name=f"{base.name}-tf32-d{d}", head_dim=d)
