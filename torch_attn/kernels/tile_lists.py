@@ -189,17 +189,9 @@ def tile_lists_kernel(
             bits += tl.where(alike, ALIKE, 0)
             seen &= meets
             whole &= seen & alike
-        # Count the tiles of both kinds up to each: from bit 16 on, the ones without a mask.
-        masked = seen & ~whole
-        counts = tl.where(whole, 1 << 16, masked.to(tl.int32))
-        numbers = tl.cumsum(counts, 0)
-        entry = starts + bits
-        tl.store(middle_ptr - num_masked - (numbers & 0xFFFF), entry, mask=masked)
-        place = middle_ptr + HEADER - 1 + num_whole + (numbers >> 16)
-        tl.store(place, entry, mask=whole)
-        total = tl.sum(counts, 0)
-        num_masked += total & 0xFFFF
-        num_whole += total >> 16
+        num_masked, num_whole = _append(
+            middle_ptr, starts, bits, seen, whole, num_masked, num_whole
+        )
         padded |= tl.where(seen, bits, 0)
     others_padded = tl.max(padded & PADDED, 0)
     if num_masked + num_whole == 0:
@@ -212,6 +204,20 @@ def tile_lists_kernel(
     tl.store(middle_ptr + 1, num_whole)
     own_padded = (least < 0).to(tl.int32) if ids_ptr is not None else 0
     tl.store(middle_ptr + 2, own_padded * PADDED + others_padded * OTHERS_PADDED)
+
+
+@triton.jit
+def _append(middle_ptr, starts, bits, seen, whole, num_masked, num_whole):
+    """Store the entries of tiles, and return how many of each kind there are now."""
+    # Count the tiles of both kinds up to each: from bit 16 on, the ones without a mask.
+    masked = seen & ~whole
+    counts = tl.where(whole, 1 << 16, masked.to(tl.int32))
+    numbers = tl.cumsum(counts, 0)
+    entry = starts + bits
+    tl.store(middle_ptr - num_masked - (numbers & 0xFFFF), entry, mask=masked)
+    tl.store(middle_ptr + HEADER - 1 + num_whole + (numbers >> 16), entry, mask=whole)
+    total = tl.sum(counts, 0)
+    return num_masked + (total & 0xFFFF), num_whole + (total >> 16)
 
 
 @triton.jit

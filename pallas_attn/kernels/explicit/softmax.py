@@ -1,12 +1,24 @@
 """The running softmax, in registers."""
 
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.registers import of_registers
+from pallas_attn.kernels.explicit.registers import as_rows, of_registers
 from pallas_attn.private import arith, ir, llvm, mgpu, scf
 
 RESCALE_ABOVE = 8.0  # in base 2
+
+
+def online_softmax_update(s, m_i, l_i, acc, exp2_scale, layout, masked=True):
+    """Return p, and the running softmax with s: maxima, 8 sums a row, and rescaled tiles of acc."""
+    m_new = s.max(axis=1) * exp2_scale
+    m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
+    m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
+    alpha = as_rows(jnp.exp2(m_i - m_safe), l_i)
+    rescaled = [rescale(x, l_i, alpha, layout) for x in acc]
+    p = jnp.exp2(s * exp2_scale - as_rows(m_safe, s))
+    return p, m_new, rescaled[0][1] + add_columns(p), [x for x, _ in rescaled]
 
 
 def add_columns(x):

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.pages import load_rows_at, store_rows_at
 from pallas_attn.kernels.library.scores import attention_scores, dot
+from pallas_attn.kernels.library.softmax import add_sink, row_statistics
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
@@ -65,8 +66,10 @@ def load_values(ref, index, exists, k, size, block_size, upcast):
     return unpack(load_rows_at(ref, index, exists, size, block_size), upcast)
 
 
-def zero_sums(rows, size, upcast):
-    return [jnp.zeros((rows, size), jnp.float32) for _ in range(1 if upcast is None else 2)]
+def no_keys(rows, size, upcast):
+    m_i, l_i = jnp.full((rows,), float("-inf"), jnp.float32), jnp.zeros((rows,), jnp.float32)
+    acc = [jnp.zeros((rows, size), jnp.float32) for _ in range(1 if upcast is None else 2)]
+    return m_i, l_i, acc
 
 
 def unpack(x, upcast):
@@ -95,6 +98,18 @@ def scores(q, k, rule, added=()):
 
 def add_pv(acc, p, v):
     return [x + dot(p, y) for x, y in zip(acc, v, strict=True)]
+
+
+def normalise(acc, m_i, l_i, sink, v_scale_ref, in_base_2):
+    if sink is not None:
+        alpha, m_i, l_i = add_sink(sink, m_i, l_i, in_base_2)
+        acc = [x * alpha[:, None] for x in acc]
+    l_safe, lse = row_statistics(m_i, l_i, in_base_2)
+    out = [x / l_safe[:, None] for x in acc]
+    if v_scale_ref is not None:
+        v_scale = v_scale_ref[...]
+        out = [x * v_scale for x in out]
+    return out, lse
 
 
 def store_out(ref, out, index, is_row, size, block_size):

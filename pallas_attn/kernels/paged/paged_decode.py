@@ -23,7 +23,7 @@ from pallas_attn.kernels.explicit.registers import (
     thread_index,
     upcast_pairs,
 )
-from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE, add_columns, rescale
+from pallas_attn.kernels.explicit.softmax import online_softmax_update
 from pallas_attn.kernels.library.pages import share_of_tiles
 from pallas_attn.kernels.library.quantized import as_packed
 from pallas_attn.kernels.library.softmax import LOG2E, row_statistics
@@ -86,16 +86,13 @@ def paged_decode_kernel(
     each warp. block_rows is a multiple of 16.
     """
     # Locate the rows and the split's share of the keys.
-    batches, heads_kv = len_ref.shape[0], k_ref.shape[2]
-    num_pages, page_size = k_ref.shape[:2]
-    capacity = table_ref.shape[1] * page_size
-    total_rows = tokens * group_size
-    program = lax.axis_index("program")
-    tiles = pl.cdiv(total_rows, block_rows)
+    batches, heads_kv, total_rows = len_ref.shape[0], k_ref.shape[2], tokens * group_size
+    program, tiles = lax.axis_index("program"), pl.cdiv(total_rows, block_rows)
     tile, rest = program % tiles, program // tiles
     head_kv, rest = rest % heads_kv, rest // heads_kv
     batch, split = rest % batches, rest // batches
-    end = jnp.clip(len_ref[batch], 0, capacity)
+    num_pages, page_size = k_ref.shape[:2]
+    end = jnp.clip(len_ref[batch], 0, table_ref.shape[1] * page_size)
     begin = 0 if window_left is None else jnp.maximum(end - tokens - window_left, 0)
     first, count, total = share_of_tiles(begin, end, split, num_splits, block_kv)
     k_tiles, sums = k_tiles_and_sums
@@ -108,9 +105,7 @@ def paged_decode_kernel(
     def locate(step):
         """Return the place in the pool of this lane's key in a step, or -1 if there is none."""
         key = start_warp + step * block_kv + lane
-        last_page = lax.div(jnp.maximum(end - 1, 0), page_size)
-        page = table_ref[batch, jnp.minimum(lax.div(key, page_size), last_page)]
-        page = jnp.clip(page, 0, num_pages - 1)
+        page = page_of_key(table_ref, batch, key, end, num_pages, page_size)
         exists = key < end_fetch
         if window_left is not None:
             exists &= key >= begin
@@ -134,14 +129,8 @@ def paged_decode_kernel(
     of_warps = iota((WARPS * block_rows,), 0, ROWS)
     row = tile * block_rows + lax.div(of_warps, 64) * 16 + lax.rem(of_warps, 16)
     first_head = head_kv * group_size
-    load = load_queries if upcast is None else load_split_queries
-    columns = padded_columns(k_ref.shape[3])
-    q = load(q_ref, batch, first_head, row, total_rows, group_size, columns)
-    if upcast is None:
-        q = [q]
-    else:
-        *q, scale = q
-        scale = scale * (rule.scale * of_head(k_scale_ref, head_kv))
+    rows, columns = (batch, first_head, row, total_rows, group_size), padded_columns(k_ref.shape[3])
+    q, scale = load_q(q_ref, rows, columns, rule.scale, k_scale_ref, head_kv, upcast)
     position = lax.div(row, group_size) + (end - tokens)
 
     # Visit the split's tiles of keys.
@@ -165,18 +154,10 @@ def paged_decode_kernel(
             Window(window_left, 0 if tokens > 1 else None), True, layout,
         )  # fmt: skip
         # p = exp(s - max), and rescale what was accumulated
-        m_new = s.max(axis=1) * rule.exp2_scale
-        m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
-        m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = jnp.exp2(m_i - m_safe)
-        alpha = as_rows(alpha, l_i)
-        rescaled = [rescale(x, l_i, alpha, layout) for x in acc]
-        acc, l_i = [x for x, _ in rescaled], rescaled[0][1]
-        p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
-        l_i = l_i + add_columns(p)
+        p, m_i, l_i, acc = online_softmax_update(s, m_i, l_i, acc, rule.exp2_scale, layout)
         # acc += p v
         acc = add_pv(acc, p.astype(dtype), v_tiles.at[slot, warp], upcast)
-        return places, m_new, l_i, acc
+        return places, m_i, l_i, acc
 
     rows = WARPS * block_rows
     columns = padded_columns(v_ref.shape[3])
@@ -192,13 +173,8 @@ def paged_decode_kernel(
     is_result = (split == 0) & (count == total)
     m_all = merge_rows(m_i, numbers.at[0], add=False)
     if sinks_ref is not None:
-        sink = (
-            gather(
-                sinks_ref,
-                jnp.minimum(lax.rem(row, group_size) + first_head, sinks_ref.shape[0] - 1),
-            )
-            * LOG2E
-        )
+        head = jnp.minimum(lax.rem(row, group_size) + first_head, sinks_ref.shape[0] - 1)
+        sink = gather(sinks_ref, head) * LOG2E
         sink = jnp.where(is_result, sink, float("-inf"))
         m_all = jnp.maximum(m_all, sink)
     m_safe = jnp.where(m_all == float("-inf"), 0.0, m_all)
@@ -219,15 +195,25 @@ def paged_decode_kernel(
         store_rows_of_heads(lse, lse_out, *where)
         store_merged(sums, factor, out, *where, columns, len(acc))
 
-    @pl.when(is_result)
-    def _():
-        store(out_ref, lse_ref, batch)
-
+    pl.when(is_result)(lambda: store(out_ref, lse_ref, batch))
     if outs_ref is not None:
+        is_part = (count > 0) & (count < total)
+        pl.when(is_part)(lambda: store(outs_ref, lses_ref, split * batches + batch))
 
-        @pl.when((count > 0) & (count < total))
-        def _():
-            store(outs_ref, lses_ref, split * batches + batch)
+
+def page_of_key(table_ref, batch, key, end, num_pages, page_size):
+    """Return the page of a key, or the last key's for one from `end` on."""
+    last_page = lax.div(jnp.maximum(end - 1, 0), page_size)
+    page = table_ref[batch, jnp.minimum(lax.div(key, page_size), last_page)]
+    return jnp.clip(page, 0, num_pages - 1)
+
+
+def load_q(q_ref, rows, width, scale, k_scale_ref, head_kv, upcast):
+    """Return q's operands of rows (see `load_queries`), and the scale of their scores."""
+    if upcast is None:
+        return [load_queries(q_ref, *rows, width)], scale
+    *q, factor = load_split_queries(q_ref, *rows, width)
+    return q, factor * (scale * of_head(k_scale_ref, head_kv))
 
 
 def of_head(scale_ref, head):

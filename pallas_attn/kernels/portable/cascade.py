@@ -17,9 +17,9 @@ from pallas_attn.kernels.library.quantized import (
     load_keys,
     load_q,
     load_values,
+    no_keys,
     scores,
     store_out,
-    zero_sums,
 )
 from pallas_attn.kernels.library.softmax import online_softmax_update
 from pallas_attn.kernels.library.tiles import arange
@@ -107,9 +107,7 @@ def shared_pages_kernel(
         q, row_scale = load_q(
             q_ref, place, is_row, scale, v_ref, head_dim, head_dim_v, block_d, block_dv, upcast
         )
-        m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
-        l_i = jnp.zeros((block_rows,), jnp.float32)
-        acc = zero_sums(block_rows, block_dv, upcast)
+        m_i, l_i, acc = no_keys(block_rows, block_dv, upcast)
 
         # Visit the split's tiles of keys.
         def visit(index, carry):

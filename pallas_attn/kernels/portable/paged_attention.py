@@ -19,15 +19,16 @@ from pallas_attn.kernels.library.quantized import (
     load_keys,
     load_q,
     load_values,
+    no_keys,
+    normalise,
     scores,
     store_out,
     with_packed_pools,
-    zero_sums,
 )
 from pallas_attn.kernels.library.query_ranges import bounds_of_queries, keys_in_ranges
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.sequences import locate_tokens
-from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from pallas_attn.kernels.library.softmax import online_softmax_update
 from pallas_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties
 from pallas_attn.kernels.library.tiles import Visible, arange, count_tiles, tile_start
 from pallas_attn.kernels.portable.combine import merge_splits
@@ -118,9 +119,7 @@ def paged_attention_kernel(
     diagonal = length - tokens
     position = diagonal + token
     slope = load_slopes(terms, head, sequence)
-    m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
-    l_i = jnp.zeros((block_rows,), jnp.float32)
-    acc = zero_sums(block_rows, block_dv, upcast)
+    m_i, l_i, acc = no_keys(block_rows, block_dv, upcast)
 
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     visible = Visible(0, count, 0, 0)
@@ -175,14 +174,10 @@ def paged_attention_kernel(
         m_i, l_i, acc = lax.fori_loop(0, tiles, visit, (m_i, l_i, acc))
 
     # Normalise and store.
+    sink = None
     if terms.sinks is not None:
-        alpha, m_i, l_i = add_sink(terms.sinks[head], m_i, l_i, slope is None)
-        acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = row_statistics(m_i, l_i, slope is None)
-    out = [x / l_safe[:, None] for x in acc]
-    if v_scale_ref is not None:
-        v_scale = v_scale_ref[...]
-        out = [x * v_scale for x in out]
+        sink = terms.sinks[head]
+    out, lse = normalise(acc, m_i, l_i, sink, v_scale_ref, slope is None)
     plt.store(lse_ref.at[head, q_row], lse, mask=is_row)
     store_out(out_ref, out, (q_row, head), is_row, head_dim_v, block_dv)
 

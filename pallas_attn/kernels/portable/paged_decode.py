@@ -19,13 +19,14 @@ from pallas_attn.kernels.library.quantized import (
     load_keys,
     load_q,
     load_values,
+    no_keys,
+    normalise,
     scores,
     store_out,
     with_packed_pools,
-    zero_sums,
 )
 from pallas_attn.kernels.library.scores import attention_mask
-from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from pallas_attn.kernels.library.softmax import online_softmax_update
 from pallas_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties
 from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.kernels.portable.cascade import Cascade, attend_to_shared_pages, join_prefix
@@ -104,9 +105,7 @@ def paged_decode_kernel(
     diagonal = length - tokens
     position = diagonal + token
     slope = load_slopes(terms, head)
-    m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
-    l_i = jnp.zeros((block_rows,), jnp.float32)
-    acc = zero_sums(block_rows, block_dv, upcast)
+    m_i, l_i, acc = no_keys(block_rows, block_dv, upcast)
 
     # Visit the tiles of keys; with a tree, tiles of older keys alone have a loop without a mask.
     full = 0
@@ -157,15 +156,10 @@ def paged_decode_kernel(
         )
 
     # Normalise and store.
+    sink = None
     if terms.sinks is not None:
         sink = jnp.where(is_result, terms.sinks[head], float("-inf"))
-        alpha, m_i, l_i = add_sink(sink, m_i, l_i, slope is None)
-        acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = row_statistics(m_i, l_i, slope is None)
-    out = [x / l_safe[:, None] for x in acc]
-    if v_scale_ref is not None:
-        v_scale = v_scale_ref[...]
-        out = [x * v_scale for x in out]
+    out, lse = normalise(acc, m_i, l_i, sink, v_scale_ref, slope is None)
     writes = is_row & is_result
     plt.store(lse_ref.at[head, token], lse, mask=writes)
     store_out(out_ref, out, (token, head), writes, head_dim_v, block_dv)

@@ -233,19 +233,6 @@ def flash_bwd_dkdv_kernel(
         pl.when(next_member < group_size)(lambda: fetch(operands, next_member, next_step, slot))
         commit()
 
-    def store(x, tiles):
-        """Store this warpgroup's rows of pᵀ or dsᵀ, split by the warpgroups' columns."""
-        for w in range(warpgroups):
-            part = x[:, w * columns : (w + 1) * columns]
-            tiles[warpgroup * warpgroups + w] = part.astype(tiles.dtype)
-
-    def add_stored(acc, tiles, b):
-        """Return acc + x · b, where x is what this warpgroup stored."""
-        for w in range(warpgroups):
-            part = b.at[pl.ds(w * columns, columns)]
-            acc = add_product_shared(acc, tiles.at[warpgroup * warpgroups + w], part)
-        return acc
-
     # Start to fetch the keys, the values and the first queries.
     k_tile, v_tile = k_tiles.at[warpgroup], v_tiles.at[warpgroup]
     for ref, tile in ((k_ref, k_tile), (v_ref, v_tile)):
@@ -282,15 +269,15 @@ def flash_bwd_dkdv_kernel(
         # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
         ds = p * (dp - as_columns(delta, dp, layout)) * dcap
         if not p_in_registers:
-            store(p, p_tiles)
+            store_parts(p, p_tiles, warpgroup)
         if ds_tiles is not None:
-            store(ds, ds_tiles)
+            store_parts(ds, ds_tiles, warpgroup)
             program_barrier(warpgroups)
         # dv += pᵀ dout
         if p_in_registers:
             dv = add_product(dv, p, dout_tiles.at[slot])
         else:
-            dv = add_stored(dv, p_tiles, dout_tiles.at[slot])
+            dv = add_stored(dv, p_tiles, dout_tiles.at[slot], warpgroup)
         if num_stages == 1:
             # Fetch the next dout.
             program_barrier(warpgroups)
@@ -299,7 +286,7 @@ def flash_bwd_dkdv_kernel(
         if p_in_registers:
             dk = add_product(dk, ds, q_tiles.at[slot])
         else:
-            dk = add_stored(dk, ds_tiles, q_tiles.at[slot])
+            dk = add_stored(dk, ds_tiles, q_tiles.at[slot], warpgroup)
         if num_stages == 1:
             # Fetch the next queries.
             program_barrier(warpgroups)
@@ -332,6 +319,25 @@ def flash_bwd_dkdv_kernel(
     num_rows = None if fills_kv else rows.end
     for tile, ref, size in ((k_tile, dk_ref, head_dim), (v_tile, dv_ref, head_dim_v)):
         store_rows(tile, tile_transforms(size), ref, batch, head_kv, rows.part, num_rows)
+
+
+def store_parts(x, tiles, warpgroup):
+    """Store a warpgroup's rows of pᵀ or dsᵀ, split by the warpgroups' columns."""
+    columns = tiles.shape[2]
+    warpgroups = x.shape[1] // columns
+    for w in range(warpgroups):
+        part = x[:, w * columns : (w + 1) * columns]
+        tiles[warpgroup * warpgroups + w] = part.astype(tiles.dtype)
+
+
+def add_stored(acc, tiles, b, warpgroup):
+    """Return acc + x · b, where x is what `store_parts` stored of the warpgroup."""
+    columns = tiles.shape[2]
+    warpgroups = b.shape[0] // columns
+    for w in range(warpgroups):
+        part = b.at[pl.ds(w * columns, columns)]
+        acc = add_product_shared(acc, tiles.at[warpgroup * warpgroups + w], part)
+    return acc
 
 
 def dq_columns(size, window):

@@ -31,7 +31,7 @@ from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.mma_pairs import own_queries, pair_scores, tiles_of_keys
 from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values
-from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE, add_columns, rescale
+from pallas_attn.kernels.explicit.softmax import online_softmax_update
 from pallas_attn.kernels.library.schedule import last_heads
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -139,16 +139,12 @@ def flash_fwd_kernel(
             wait(0, warpgroups)
             fetch_next(step, 0, (k, k_tiles))
         # p = exp(s - max), and rescale what was accumulated
-        m_new = s.max(axis=1) * rule.exp2_scale
-        m_new = jnp.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
-        m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new) if masked else m_new
-        alpha = jnp.exp2(m_i - m_safe)
-        acc, l_i = rescale(acc, l_i, as_rows(alpha, l_i), layout)
-        p = jnp.exp2(s * rule.exp2_scale - as_rows(m_safe, s))
-        l_i = l_i + add_columns(p)
+        p, m_i, l_i, (acc,) = online_softmax_update(
+            s, m_i, l_i, [acc], rule.exp2_scale, layout, masked
+        )
         # acc += p v
         acc = add_product(acc, p, v_tiles.at[slot])
-        return m_new, l_i, acc
+        return m_i, l_i, acc
 
     m_i = jnp.full((rows.size,), float("-inf"), jnp.float32)
     if sink_ref is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.library.scores import attention_scores
+from torch_attn.kernels.library.softmax import add_sink, row_statistics
 from torch_attn.operands import strides_in_memory
 from twin_attention.contract.paged_spec import PagedCache
 from twin_attention.targets import ptx
@@ -58,6 +59,17 @@ def swizzled_alike(block_dv: int, block_d: int) -> int:
     Triton 3.6.
     """
     return max(block_dv, min(block_d, 64))
+
+
+@triton.jit
+def locate_pools(cache, head_kv, scale):
+    """Return where a head's keys and values begin, and the scale of its scores with the cache's."""
+    k_base, v_base = cache.k + head_kv * cache.k_strides.head, None
+    if cache.v is not None:
+        v_base = cache.v + head_kv * cache.v_strides.head
+    if cache.k_scale is not None:
+        scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
+    return k_base, v_base, scale
 
 
 @triton.jit
@@ -125,12 +137,14 @@ def load_values(
 
 
 @triton.jit
-def zero_sums(ROWS: tl.constexpr, SIZE: tl.constexpr, UPCAST: tl.constexpr):
+def no_keys(ROWS: tl.constexpr, SIZE: tl.constexpr, UPCAST: tl.constexpr):
+    """Return a running softmax over no key: maxima in base 2, sums, and sums of values."""
+    m_i, l_i = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     zero = tl.zeros([ROWS, SIZE], tl.float32)
     acc = (zero,)
     if UPCAST is not None:
         acc = (zero, zero)
-    return acc
+    return m_i, l_i, acc
 
 
 @triton.jit
@@ -167,6 +181,20 @@ def add_pv(acc, p, v):
     else:
         acc = (tl.dot(p, v[0], acc[0]), tl.dot(p, v[1], acc[1]))
     return acc
+
+
+@triton.jit
+def normalise(acc, m_i, l_i, sink, cache, head_kv, ADDED: tl.constexpr):
+    """Return out's tiles, with the cache's scale, and lse; sink is None, or one of each row."""
+    if sink is not None:
+        alpha, m_i, l_i = add_sink(sink, m_i, l_i, ADDED)
+        acc = [x * alpha[:, None] for x in acc]
+    l_safe, lse = row_statistics(m_i, l_i, ADDED)
+    out = [x / l_safe[:, None] for x in acc]
+    if cache.v_scale is not None:
+        v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
+        out = [x * v_scale for x in out]
+    return out, lse
 
 
 @triton.jit

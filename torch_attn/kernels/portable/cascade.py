@@ -21,9 +21,10 @@ from torch_attn.kernels.library.quantized import (
     load_keys,
     load_q,
     load_values,
+    locate_pools,
+    no_keys,
     scores,
     store_out,
-    zero_sums,
 )
 from torch_attn.kernels.library.softmax import online_softmax_update
 from torch_attn.launch import KernelCall, Prepared, config_of, launch
@@ -98,13 +99,7 @@ def shared_pages_kernel(
     tl.store(cascade.prefixes + sequence, 0, mask=is_alone & writes)
     if PDL:
         gdc_launch_dependents()
-    k_base = cache.k + head_kv * cache.k_strides.head
-    v_base = None
-    if cache.v is not None:
-        v_base = cache.v + head_kv * cache.v_strides.head
-    scale = rule.scale
-    if cache.k_scale is not None:
-        scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
+    k_base, v_base, scale = locate_pools(cache, head_kv, rule.scale)
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     index_in_tile = row // (TOKENS * GROUP_SIZE)
     token = row // GROUP_SIZE % TOKENS
@@ -129,9 +124,7 @@ def shared_pages_kernel(
             q_ptr, at, q_strides, is_row, scale, cache,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UPCAST,
         )  # fmt: skip
-        m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-        l_i = tl.zeros([BLOCK_ROWS], tl.float32)
-        acc = zero_sums(BLOCK_ROWS, BLOCK_DV, UPCAST)
+        m_i, l_i, acc = no_keys(BLOCK_ROWS, BLOCK_DV, UPCAST)
 
         # Visit the split's tiles of keys.
         for index in tl.range(0, count):

@@ -22,16 +22,18 @@ from torch_attn.kernels.library.quantized import (
     load_keys,
     load_q,
     load_values,
+    locate_pools,
+    no_keys,
+    normalise,
     scores,
     store_out,
     swizzled_alike,
     with_packed_pools,
-    zero_sums,
 )
 from torch_attn.kernels.library.query_ranges import bounds_of_queries, keys_in_ranges
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.sequences import locate_tokens
-from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from torch_attn.kernels.library.softmax import online_softmax_update
 from torch_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties, with_stride
 from torch_attn.kernels.library.tiles import count_tiles, tile_start
 from torch_attn.kernels.portable import invariant
@@ -116,13 +118,7 @@ def paged_attention_kernel(
         end = tl.maximum(end, tl.max(until_any, 0))
     first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, BLOCK_KV)
     table_ptr = cache.tables + sequence.to(tl.int64) * cache.table_stride
-    k_base = cache.k + head_kv * cache.k_strides.head
-    v_base = None
-    if cache.v is not None:
-        v_base = cache.v + head_kv * cache.v_strides.head
-    scale = rule.scale
-    if cache.k_scale is not None:
-        scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
+    k_base, v_base, scale = locate_pools(cache, head_kv, rule.scale)
 
     # Load the queries; they stay.
     row = start_row + tl.arange(0, BLOCK_ROWS)
@@ -140,9 +136,7 @@ def paged_attention_kernel(
     if mask.ends is not None:
         ends_ptr = mask.ends + first_token * mask.stride
     slope = load_slopes(terms, sequence, head, is_row & (sequence < num_sequences))
-    m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = zero_sums(BLOCK_ROWS, BLOCK_DV, UPCAST)
+    m_i, l_i, acc = no_keys(BLOCK_ROWS, BLOCK_DV, UPCAST)
 
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     before, full, after = count, 0, 0
@@ -195,15 +189,10 @@ def paged_attention_kernel(
             acc = add_pv(acc, p, v)
 
     # Normalise and store.
+    sink = None
     if terms.sinks is not None:
         sink = tl.load(terms.sinks + head, mask=is_row, other=float("-inf"))
-        alpha, m_i, l_i = add_sink(sink, m_i, l_i, slope is not None)
-        acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = row_statistics(m_i, l_i, slope is not None)
-    out = [x / l_safe[:, None] for x in acc]
-    if cache.v_scale is not None:
-        v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
-        out = [x * v_scale for x in out]
+    out, lse = normalise(acc, m_i, l_i, sink, cache, head_kv, slope is not None)
     heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
     row_size: tl.constexpr = HEAD_DIM_V * len(out)
     split = split.to(tl.int64)

@@ -30,13 +30,15 @@ from torch_attn.kernels.library.quantized import (
     load_keys,
     load_q,
     load_values,
+    locate_pools,
+    no_keys,
+    normalise,
     scores,
     store_out,
     with_packed_pools,
-    zero_sums,
 )
 from torch_attn.kernels.library.scores import attention_mask
-from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from torch_attn.kernels.library.softmax import online_softmax_update
 from torch_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties, with_stride
 from torch_attn.kernels.portable import invariant
 from torch_attn.kernels.portable.cascade import (
@@ -129,13 +131,7 @@ def paged_decode_kernel(
     if cascade is not None and parts is not None:
         is_result = False
     table_ptr = cache.tables + batch * cache.table_stride
-    k_base = cache.k + head_kv * cache.k_strides.head
-    v_base = None
-    if cache.v is not None:
-        v_base = cache.v + head_kv * cache.v_strides.head
-    scale = rule.scale
-    if cache.k_scale is not None:
-        scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
+    k_base, v_base, scale = locate_pools(cache, head_kv, rule.scale)
 
     # Load the queries; they stay.
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -152,11 +148,10 @@ def paged_decode_kernel(
     if tree is not None:
         words = tree_words(tree.ends + batch * tree.stride, token, TOKENS)
     slope = load_slopes(terms, batch, head, is_row)
-    m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = zero_sums(BLOCK_ROWS, BLOCK_DV, UPCAST)
+    m_i, l_i, acc = no_keys(BLOCK_ROWS, BLOCK_DV, UPCAST)
 
     # Visit the tiles of keys; with a tree, tiles of older keys alone have a loop without a mask.
+    RIGHT: tl.constexpr = 0 if TOKENS > 1 else None
     full = 0
     if tree is not None:
         _, full, _ = tiles_at_edges(diagonal - 1, length - 1, first, count, None, BLOCK_KV)
@@ -177,10 +172,7 @@ def paged_decode_kernel(
             added = penalties(slope, position, key)
             s = scores(q, k, scale, rule.softcap, rule.scale_first, added)
             if masked and tree is None:
-                s = attention_mask(
-                    s, position[:, None], key[None, :], length, window_left,
-                    0 if TOKENS > 1 else None,
-                )  # fmt: skip
+                s = attention_mask(s, position[:, None], key[None, :], length, window_left, RIGHT)
             elif masked:
                 s = tree_mask_of_words(s, words, key - diagonal, TOKENS)
             # p = exp(s - max), and rescale what was accumulated
@@ -204,17 +196,12 @@ def paged_decode_kernel(
         )
 
     # Normalise and store.
-    if terms.sinks is not None:
-        sink = tl.load(terms.sinks + head, mask=is_row & is_result, other=float("-inf"))
-        alpha, m_i, l_i = add_sink(sink, m_i, l_i, slope is not None)
-        acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = row_statistics(m_i, l_i, slope is not None)
-    out = [x / l_safe[:, None] for x in acc]
-    if cache.v_scale is not None:
-        v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
-        out = [x * v_scale for x in out]
-    row_size: tl.constexpr = HEAD_DIM_V * len(out)
     writes = is_row & is_result
+    sink = None
+    if terms.sinks is not None:
+        sink = tl.load(terms.sinks + head, mask=writes, other=float("-inf"))
+    out, lse = normalise(acc, m_i, l_i, sink, cache, head_kv, slope is not None)
+    row_size: tl.constexpr = HEAD_DIM_V * len(out)
     tl.store(lse_ptr + lse_row, lse, mask=writes)
     store_out(out_ptr, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV)
     if parts is not None:
@@ -223,10 +210,8 @@ def paged_decode_kernel(
             writes = is_row & (count > 0) & (count < total)
         first_row = split.to(tl.int64) * rows
         tl.store(parts.lses + first_row + lse_row, lse, mask=writes)
-        store_out(
-            parts.outs + first_row * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V,
-            BLOCK_DV,
-        )  # fmt: skip
+        outs_ptr = parts.outs + first_row * row_size
+        store_out(outs_ptr, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV)
 
 
 def paged_decode(
