@@ -10,12 +10,13 @@ from twin_attention.targets.kernels import Spec
 
 SPAN = 2048  # keys that are summed from nothing
 HEAD_DIM_MAX = 128  # with more, registers do not hold two sums of values
+_DERIVATIVES = ("flash_bwd", "flash_jvp")  # promise no such bits
 _MOST_OF_PARTS = 2**28  # numbers of all spans' results together
 
 
 def rounds_by_shape(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why other kernels than torch_attn's Triton ones leave a forward out, or None."""
-    if operation == "flash_bwd" or not is_asked_of(spec):
+    if operation in _DERIVATIVES or not is_asked_of(spec):
         return None
     return "its rounding follows the shape, which batch_invariant excludes"
 
@@ -26,7 +27,7 @@ def is_asked_of(spec: Spec) -> bool:
 
 def lacks(operation: str, spec: Any) -> str | None:
     """Return why the kernels do not cover a problem with `batch_invariant`, or None."""
-    if operation == "flash_bwd" or not is_asked_of(spec):
+    if operation in _DERIVATIVES or not is_asked_of(spec):
         return None
     if isinstance(spec, AttentionSpec):
         names = ("segmented", "tree", "ranges", "terms", "dropout_rate")
