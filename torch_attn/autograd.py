@@ -1,9 +1,9 @@
-"""Operators with a derivative in reverse mode.
+"""Operators with a derivative, once.
 
-A forward's derivative calls its backward. A backward's derivative and forward mode are refused.
-They are autograd Functions on the operators' Autograd key, because with
-`torch.library.register_autograd` forward mode silently gives zero tangents and `torch.func.grad`
-fails.
+A forward's derivative calls its backward or, in forward mode, the operator of its tangents.
+Derivatives of these two are refused. They are autograd Functions on the operators' Autograd key,
+because with `torch.library.register_autograd` forward mode silently gives zero tangents and
+`torch.func.grad` fails.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from torch_attn import private
 from torch_attn.calls import CALLS, Call, is_recorded
 from torch_attn.operators import Operator, readable
-from twin_attention.contract.operands import frozen_operands
-from twin_attention.contract.validate.errors import not_differentiable
+from twin_attention.contract.operands import CONSTANTS, DIFFERENTIABLE, frozen_operands
+from twin_attention.contract.validate.errors import not_constant, not_differentiable
 
 
 class _Differentiable(Operator):
@@ -34,15 +34,42 @@ class _Differentiable(Operator):
             return self.finish(call, tensors, call(*tensors))
         return _record(self, *args) if is_recorded(args) else self.below_autograd(*args)
 
-    def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> None:
-        """Save what `gradients` needs."""
+    def __call__(self, *args: Any) -> Any:
+        # The tangents that torch sets cannot go through a level of torch.func that calls this.
+        if torch.compiler.is_compiling() or not (
+            private.transforms_active() and private.may_be_dual()
+        ):
+            return self.op(*args)
+        return _Dispatched.apply(self, *args)
+
+    def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> tuple[Any, ...]:
+        """Save what `gradients` needs, and return these tensors."""
+        return ()
 
     def gradients(self, ctx: Any, needed: Any, *gradients: Any) -> Iterable[Tensor | None]:
         """Return a gradient for each tensor, None where `needed` is false."""
         raise NotImplementedError
 
+    def tangents(self, ctx: Any, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return the results' tangents, from those of the tensors."""
+        refuse_forward_mode(self.function)
 
-class Backward(_Differentiable):
+
+class _Derivative(_Differentiable):
+    """An operator that computes a derivative, and has none."""
+
+    def gradients(self, *_: Any) -> NoReturn:
+        refuse_second_derivative(self.function)
+
+    def tangents(self, *_: Any) -> NoReturn:
+        refuse_second_derivative(self.function)
+
+
+class Tangents(_Derivative):
+    """The operator of a forward's tangents. Its tensors begin with those of `DIFFERENTIABLE`."""
+
+
+class Backward(_Derivative):
     """A backward's operator. Its tensors begin with dout and dlse."""
 
     def prepare(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -51,33 +78,39 @@ class Backward(_Differentiable):
     def finish(self, call: Call, tensors: tuple[Any, ...], results: Any) -> tuple[Tensor, ...]:
         return with_left_out(results, tensors[0])
 
-    def gradients(self, *_: Any) -> NoReturn:
-        refuse_second_derivative(self.function)
-
 
 class Forward(_Differentiable):
     """A forward's operator: it returns out and lse, and other results without a derivative.
 
     `backward` takes dout, dlse, the tensors, `num_saved` saved results, the names of frozen
-    operands if it has `names`, and the options.
+    operands if it has `names`, and the options. `jvp` takes the tangents of the operands that may
+    have one, the tensors, the saved results and the options; None has no forward mode.
     """
 
     def __init__(
-        self, *args: Any, backward: Backward, num_saved: int = 2, names: tuple[str, ...] = ()
+        self,
+        *args: Any,
+        backward: Backward,
+        num_saved: int = 2,
+        names: tuple[str, ...] = (),
+        jvp: Tangents | None = None,
     ) -> None:
         self.backward, self.num_saved, self.names = backward, num_saved, names
+        self.jvp = jvp
         super().__init__(*args)
 
     def returned(self, results: Any) -> Any:
         return *results[:2], *results[max(self.num_saved, 2) :]
 
-    def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> None:
+    def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> tuple[Any, ...]:
         ctx.options, ctx.shape = options, results[0].shape
         saved = results[: self.num_saved]
-        ctx.save_for_backward(*tensors, *saved, *[None] * (3 - len(saved) if saved else 0))
+        saved = *tensors, *saved, *[None] * (3 - len(saved) if saved else 0)
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         if len(results) > 2:
             ctx.mark_non_differentiable(*results[2:])
+        return saved
 
     def gradients(
         self, ctx: Any, needed: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: Any
@@ -99,15 +132,20 @@ class Forward(_Differentiable):
         return (dx if has_gradient(x) and dx.shape == x.shape else None for dx, x in both)
 
 
-class _ReverseMode(torch.autograd.Function):
-    """An operator's reverse-mode derivative, and no other."""
+    def tangents(self, ctx: Any, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        if self.jvp is None:
+            refuse_forward_mode(self.function)
+        of_names = dict(zip(self.names, given, strict=True))
+        for name in CONSTANTS:
+            if of_names.get(name) is not None:
+                not_constant(name)
+        own = (of_names[name] for name in DIFFERENTIABLE if name in of_names)
+        # Views without tangents, for torch has turned forward mode off here.
+        values = (None if x is None else x.view_as(x) for x in ctx.saved_tensors)
+        return self.jvp.op(*own, *values, *ctx.options)
 
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> NoReturn:
-        refuse_forward_mode(ctx.operator.function)
 
-
-class _Dispatched(_ReverseMode):
+class _Dispatched(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
@@ -119,16 +157,27 @@ class _Dispatched(_ReverseMode):
         ctx.operator, *args = inputs
         ctx.num_options = len(args) - ctx.operator.num_tensors
         tensors = args[: ctx.operator.num_tensors]
-        ctx.operator.save(ctx, tensors, args[ctx.operator.num_tensors :], output)
+        saved = ctx.operator.save(ctx, tensors, args[ctx.operator.num_tensors :], output)
+        if private.may_be_dual():
+            ctx.save_for_forward(*saved)
+            ctx.num_results = len(output)
 
     @staticmethod
     def backward(ctx, *gradients):
         found = ctx.operator.gradients(ctx, ctx.needs_input_grad[1:], *gradients)
         return None, *found, *[None] * ctx.num_options
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        found = ctx.operator.tangents(ctx, tangents[1 : ctx.operator.num_tensors + 1])
+        return *found, *[None] * (ctx.num_results - len(found))
 
-class _Replayed(_ReverseMode):
-    """A cached call of a forward, which skips the dispatcher; an unused lse is no output."""
+
+class _Replayed(torch.autograd.Function):
+    """A cached call of a forward, which skips the dispatcher; an unused lse is no output.
+
+    No call is cached in forward mode (`torch_attn.calls`), so it has no jvp.
+    """
 
     @staticmethod
     def forward(ctx, operator, call, return_lse, *tensors):
