@@ -83,7 +83,7 @@ class Attention(ABC):
                 if CALLS.keep(self, operands, (*options, implementation), call):
                     return self.attend(call, operands, options[-1])
         operator = self.operator_of(operands, checked)
-        return operator.returned(operator(*operands, *others))
+        return operator.returned(operator.op(*operands, *others))
 
     def _widen(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
         for i in self._widened:

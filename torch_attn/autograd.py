@@ -9,10 +9,12 @@ because with `torch.library.register_autograd` forward mode silently gives zero 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import make_dual, unpack_dual
 
 from torch_attn import private
 from torch_attn.calls import CALLS, Call, is_recorded
@@ -25,6 +27,12 @@ class _Differentiable(Operator):
     @private.uncompiled
     def autograd(self, *args: Any) -> Any:
         if private.transforms_active():
+            if private.in_jvp():
+                pairs = [
+                    unpack_dual(x, level=0) if isinstance(x, Tensor) else (x, None) for x in args
+                ]
+                if any(dx is not None for _, dx in pairs):
+                    return self.dual(*zip(*pairs, strict=True))
             # torch.func calls this below its own dispatch key; a Function has to start above.
             with private.above_torch_func():
                 return _Dispatched.apply(self, *args)
@@ -34,14 +42,6 @@ class _Differentiable(Operator):
             return self.finish(call, tensors, call(*tensors))
         return _record(self, *args) if is_recorded(args) else self.below_autograd(*args)
 
-    def __call__(self, *args: Any) -> Any:
-        # The tangents that torch sets cannot go through a level of torch.func that calls this.
-        if torch.compiler.is_compiling() or not (
-            private.transforms_active() and private.may_be_dual()
-        ):
-            return self.op(*args)
-        return _Dispatched.apply(self, *args)
-
     def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> tuple[Any, ...]:
         """Save what `gradients` needs, and return these tensors."""
         return ()
@@ -50,13 +50,21 @@ class _Differentiable(Operator):
         """Return a gradient for each tensor, None where `needed` is false."""
         raise NotImplementedError
 
-    def tangents(self, ctx: Any, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def dual(self, args: tuple[Any, ...], tangents: tuple[Tensor | None, ...]) -> Any:
+        """Return dual results at a level of `torch.func.jvp`, which is below a Function's."""
+        results = self.below_autograd(*args)
+        found = self.tangents(tangents, args, results)
+        return tuple(
+            x if dx is None else make_dual(x, dx, level=0) for x, dx in zip_longest(results, found)
+        )
+
+    def tangents(self, tangents: Any, args: Any, results: Any) -> tuple[Tensor | None, ...]:
         """Return the results' tangents, from those of the tensors."""
         refuse_forward_mode(self.function)
 
 
-class _Derivative(_Differentiable):
-    """An operator that computes a derivative, and has none."""
+class Derivative(_Differentiable):
+    """An operator that computes a derivative, and has none: a backward's, or that of tangents."""
 
     def gradients(self, *_: Any) -> NoReturn:
         refuse_second_derivative(self.function)
@@ -65,11 +73,7 @@ class _Derivative(_Differentiable):
         refuse_second_derivative(self.function)
 
 
-class Tangents(_Derivative):
-    """The operator of a forward's tangents. Its tensors begin with those of `DIFFERENTIABLE`."""
-
-
-class Backward(_Derivative):
+class Backward(Derivative):
     """A backward's operator. Its tensors begin with dout and dlse."""
 
     def prepare(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -83,8 +87,8 @@ class Forward(_Differentiable):
     """A forward's operator: it returns out and lse, and other results without a derivative.
 
     `backward` takes dout, dlse, the tensors, `num_saved` saved results, the names of frozen
-    operands if it has `names`, and the options. `jvp` takes the tangents of the operands that may
-    have one, the tensors, the saved results and the options; None has no forward mode.
+    operands if it has `names`, and the options. `jvp` takes the tangents of `DIFFERENTIABLE`
+    operands, the tensors, three saved results and the options; None: there is no forward mode.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Forward(_Differentiable):
         backward: Backward,
         num_saved: int = 2,
         names: tuple[str, ...] = (),
-        jvp: Tangents | None = None,
+        jvp: Derivative | None = None,
     ) -> None:
         self.backward, self.num_saved, self.names = backward, num_saved, names
         self.jvp = jvp
@@ -131,18 +135,17 @@ class Forward(_Differentiable):
         both = zip(gradients, saved, strict=False)
         return (dx if has_gradient(x) and dx.shape == x.shape else None for dx, x in both)
 
-
-    def tangents(self, ctx: Any, given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def tangents(self, tangents: Any, args: Any, results: Any) -> tuple[Tensor | None, ...]:
         if self.jvp is None:
             refuse_forward_mode(self.function)
-        of_names = dict(zip(self.names, given, strict=True))
+        of_names = dict(zip(self.names, tangents, strict=False))
         for name in CONSTANTS:
             if of_names.get(name) is not None:
                 not_constant(name)
         own = (of_names[name] for name in DIFFERENTIABLE if name in of_names)
-        # Views without tangents, for torch has turned forward mode off here.
-        values = (None if x is None else x.view_as(x) for x in ctx.saved_tensors)
-        return self.jvp.op(*own, *values, *ctx.options)
+        tensors, options = args[: self.num_tensors], args[self.num_tensors :]
+        rest = results[2] if self.num_saved > 2 else None
+        return self.jvp.op(*own, *tensors, *results[:2], rest, *options)
 
 
 class _Dispatched(torch.autograd.Function):
@@ -158,9 +161,9 @@ class _Dispatched(torch.autograd.Function):
         ctx.num_options = len(args) - ctx.operator.num_tensors
         tensors = args[: ctx.operator.num_tensors]
         saved = ctx.operator.save(ctx, tensors, args[ctx.operator.num_tensors :], output)
-        if private.may_be_dual():
+        if private.may_be_dual() or private.transforms_active():
             ctx.save_for_forward(*saved)
-            ctx.num_results = len(output)
+            ctx.options, ctx.num_results = args[ctx.operator.num_tensors :], len(output)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -169,7 +172,11 @@ class _Dispatched(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        found = ctx.operator.tangents(ctx, tangents[1 : ctx.operator.num_tensors + 1])
+        # Views without tangents, for torch has turned forward mode off here.
+        saved = [None if x is None else x.view_as(x) for x in ctx.saved_tensors]
+        count = ctx.operator.num_tensors
+        args = *saved[:count], *ctx.options
+        found = ctx.operator.tangents(tangents[1:], args, saved[count:])
         return *found, *[None] * (ctx.num_results - len(found))
 
 

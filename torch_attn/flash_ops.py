@@ -18,14 +18,7 @@ from torch import Tensor
 
 from torch_attn import vmap
 from torch_attn.attention import Attention
-from torch_attn.autograd import (
-    Backward,
-    Forward,
-    Tangents,
-    has_gradient,
-    run_kept,
-    with_left_out,
-)
+from torch_attn.autograd import Backward, Derivative, Forward, has_gradient, run_kept, with_left_out
 from torch_attn.calls import Call
 from torch_attn.dispatch import choose
 from torch_attn.operands import aligned, cast_inputs, operand
@@ -85,7 +78,7 @@ class FlashAttention(Attention):
         jvp = None
         if has_all:
             tangents = ", ".join(f"Tensor? d{field}" for field in self.with_tangents)
-            jvp = Tangents(
+            jvp = Derivative(
                 f"{name}_jvp({tangents}, {tensors}, Tensor out, Tensor lse, Tensor? rest, "
                 f"{others}) -> (Tensor dout, Tensor dlse)",
                 len(self.with_tangents) + count + 3, self._jvp_call, self._fake_jvp, function,
@@ -215,7 +208,7 @@ class FlashAttention(Attention):
 
     def _jvp_call(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:
         """Return the call of a forward's tangents; terms need its rest."""
-        tangents, operands, (out, lse, rest) = self._split(tensors)
+        tangents, operands, (out, _, rest) = self._split(tensors)
         given = (x for x in tangents[:3] if x is not None)
         spec = replace(self.check(operands, self.options_of(others), out, *given), row_max=False)
         for name, x, dx in zip(self.operands._fields, operands, tangents, strict=True):

@@ -59,9 +59,6 @@ class Operator:
         _library.impl(self.name, self.run, "CompositeExplicitAutograd")  # every backend
         _library.impl(self.name, self.autograd, "Autograd")
 
-    def __call__(self, *args: Any) -> Any:
-        return self.op(*args)
-
     def register_vmap(self, rule: Callable[..., Any]) -> None:
         rule = partial(of_any_size, partial(rule, self.op, self.num_tensors))
         torch.library.register_vmap(self.name, rule, lib=_library)

@@ -13,7 +13,6 @@ number, its `center`, from every ds, and adds it to dlse.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -225,7 +224,9 @@ def _prepare(call: KernelCall) -> Prepared:
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim_v)
     of_tangents = {f"d{name}": x for name, x in zip("qkv", tangents, strict=False) if x is not None}
-    arguments = flash_arguments(spec) | {"strides": strides_of(q=q, k=k, v=v, out=out, **of_tangents)}
+    arguments = flash_arguments(spec) | {
+        "strides": strides_of(q=q, k=k, v=v, out=out, **of_tangents)
+    }
     dterms = terms_argument(call._replace(layouts=call.layouts[:-1]))["terms"]
     arguments |= terms_argument(call) | {"dterms": dterms} | mask_argument(call, of_keys=True)
     arguments |= order_argument(call, tiles, programs)
