@@ -123,8 +123,7 @@ def _map_linear(arrays, axes, *, run, transpose, num_results, num_given, functio
     """Map all results: JAX then hands over their gradients mapped, too."""
     size = next(x.shape[i] for x, i in zip(arrays, axes, strict=True) if i is not None)
     results = [
-        batching.bdim_at_front(x, i, size)
-        for x, i in zip(arrays[:num_results], axes, strict=False)
+        batching.bdim_at_front(x, i, size) for x, i in zip(arrays[:num_results], axes, strict=False)
     ]
     axes = [*[0] * num_results, *axes[num_results:]]
     of_residuals, of_given = axes[: len(axes) - num_given], axes[len(axes) - num_given :]

@@ -47,8 +47,12 @@ def tangents_of(inputs, missing=()):
 
 
 def to_jax(tensors):
-    return {name: jnp.asarray(x.float().numpy()).astype(str(x.dtype)[6:])
-            if x.is_floating_point() else jnp.asarray(x.numpy()) for name, x in tensors.items()}
+    return {
+        name: jnp.asarray(x.float().numpy()).astype(str(x.dtype)[6:])
+        if x.is_floating_point()
+        else jnp.asarray(x.numpy())
+        for name, x in tensors.items()
+    }
 
 
 def attend(case, implementation):
