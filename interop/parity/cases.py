@@ -39,6 +39,7 @@ class FlashCase:
     relative: R of a table of 2R + 1 distances.
     alibi: slopes, "heads" for one per head; "all" for one per head and sequence.
     bias: the axes, of "bhqk", along which it varies; None for no bias.
+    tangents: forward mode runs too.
     layout: "contiguous", or "strided" for views of one packed torch tensor.
     """
 
@@ -69,6 +70,7 @@ class FlashCase:
     precision: Precision = "ieee"
     row_max: bool = False
     batch_invariant: bool = False
+    tangents: bool = False
     gradients: bool = True
     layout: str = "contiguous"
 
@@ -121,6 +123,7 @@ class VarlenCase:
     precision: Precision = "ieee"
     row_max: bool = False
     batch_invariant: bool = False
+    tangents: bool = False
 
     @property
     def options(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from twin_attention.contract.operands import (
+    DIFFERENTIABLE,
     AppendOperands,
     AttentionOperands,
     BlockSparseOperands,
@@ -66,12 +67,20 @@ def run_kernels(
     if isinstance(spec, AttentionSpec):
         out, lse, *others = run("flash_fwd")(*operands, spec, backend)
         rest = others[0] if spec.terms else None
-        kinds = [replace(spec, deterministic=x, row_max=False) for x in deterministic]
-        return [out, lse, *others] + [
+        plain = replace(spec, row_max=False)
+        found = [out, lse, *others] + [
             run("flash_bwd")(out, lse, *operands, out, lse, rest, kind, backend)
-            for kind in kinds
+            for kind in (replace(plain, deterministic=x) for x in deterministic)
             if family.supports("flash_bwd", kind, backend.target) is None
         ]
+        if deterministic and not spec.has_lists and "flash_jvp" in backend.configs(spec):
+            (x,) = operands
+            tangents = x._make(
+                y if name in DIFFERENTIABLE else None
+                for name, y in zip(x._fields, x, strict=True)
+            )
+            found += run("flash_jvp")(tangents, x, out, lse, rest, plain, backend)
+        return found
     *decoded, appended = operands
     found, append = [], spec if isinstance(spec, AppendSpec) else append_spec(spec)
     if not isinstance(spec, AppendSpec):
