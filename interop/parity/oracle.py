@@ -190,10 +190,15 @@ def _rms(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
 
 
 def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
+    found = {}
+    if "tq" in inputs:
+        q, k, v, tq, tk = (inputs[x].double().nan_to_num() for x in ("q", "k", "v", "tq", "tk"))
+        pairs = (tq, k), (q, tk)
+        found["tout"] = sum(cancelled_gradient(spec.scale, *x, v, 1.0) for x in pairs)
     if "dout" not in inputs or not isinstance(spec, AttentionSpec):
-        return {}
+        return found
     q, k, v, dout = (inputs[name].double().nan_to_num() for name in ("q", "k", "v", "dout"))
-    found = {
+    found |= {
         "dq": cancelled_gradient(spec.scale, dout, v, k, 1.0),
         "dk": cancelled_gradient(spec.scale, dout, v, q, _rows_of_a_key(spec)),
     }

@@ -195,6 +195,7 @@ def results(
     by_name = dict(zip((*outputs, *(f"d{name}" for name in of)), found, strict=False))
     tangents = {x: inputs[t] for t, x in TANGENTS.items() if t in inputs}
     if tangents:
+        options.pop("constants", None)
         by_name |= zip(OF_TANGENTS, side.jvp(function, operands, tangents, **options), strict=True)
     return by_name
 
