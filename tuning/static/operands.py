@@ -76,8 +76,7 @@ def run_kernels(
         if deterministic and not spec.has_lists and "flash_jvp" in backend.configs(spec):
             (x,) = operands
             tangents = x._make(
-                y if name in DIFFERENTIABLE else None
-                for name, y in zip(x._fields, x, strict=True)
+                y if name in DIFFERENTIABLE else None for name, y in zip(x._fields, x, strict=True)
             )
             found += run("flash_jvp")(tangents, x, out, lse, rest, plain, backend)
         return found
