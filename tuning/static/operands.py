@@ -45,8 +45,13 @@ def run_kernels(
     backend: Backend,
     *operands: Any,
     deterministic: Sequence[bool] = (False, True),
+    tangents: bool = False,
 ) -> list[Any]:
-    """Call every function of a family for a problem, with `operands_of`; return the results."""
+    """Call a family's functions for a problem, with `operands_of`; return the results.
+
+    tangents: forward mode, in place of backwards.
+    """
+    deterministic = () if tangents else deterministic
     family, run = backend.family, backend.family.function
     if isinstance(spec, PartialSpec):
         part, rounded, out, lse = operands
@@ -73,12 +78,12 @@ def run_kernels(
             for kind in (replace(plain, deterministic=x) for x in deterministic)
             if family.supports("flash_bwd", kind, backend.target) is None
         ]
-        if deterministic and not spec.has_lists and "flash_jvp" in backend.configs(spec):
+        if tangents:
             (x,) = operands
-            tangents = x._make(
+            of = x._make(
                 y if name in DIFFERENTIABLE else None for name, y in zip(x._fields, x, strict=True)
             )
-            found += run("flash_jvp")(tangents, x, out, lse, rest, plain, backend)
+            found += run("flash_jvp")(of, x, out, lse, rest, plain, backend)
         return found
     *decoded, appended = operands
     found, append = [], spec if isinstance(spec, AppendSpec) else append_spec(spec)
