@@ -63,7 +63,7 @@ class Times:
 class Record:
     """One implementation on one case; what is measured is None unless the status is "ok".
 
-    operation: "forward", "backward", "both", "decode" or "append"; of training also "optimizer"
+    operation: "forward", "backward", "both", "jvp", "decode" or "append"; of training also "optimizer"
     and "step" (all three), of models "generate"; "peak" is a rate of the device, and
     "parity" is untimed.
     target: None for a peer.
