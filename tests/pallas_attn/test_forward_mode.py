@@ -60,7 +60,7 @@ def test_transformations(way):
     assert not of_row_max.any()
     for i in range(2):
         _, pullback = jax.vjp(lambda *x: f(*x)[:2], *x[:3, i])
-        pairs = zip(pullback((c[0, i], dlse[i])), dx[:, i], strict=True)
+        pairs = zip(pullback((c[0, i], dlse[i])), dx[:3, i], strict=True)
         want = sum(jnp.vdot(y, z) for y, z in pairs)
         got = jnp.vdot(douts[i], c[0, i]) + jnp.vdot(dlses[i], dlse[i])
         assert jnp.allclose(got, want, rtol=1e-4, atol=1e-4)
