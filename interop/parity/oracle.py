@@ -191,11 +191,13 @@ def _rms(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
 
 def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
     found = {}
+    if not isinstance(spec, AttentionSpec):
+        return found
     if "tq" in inputs:
         q, k, v, tq, tk = (inputs[x].double().nan_to_num() for x in ("q", "k", "v", "tq", "tk"))
         pairs = (tq, k), (q, tk)
         found["tout"] = sum(cancelled_gradient(spec.scale, *x, v, 1.0) for x in pairs)
-    if "dout" not in inputs or not isinstance(spec, AttentionSpec):
+    if "dout" not in inputs:
         return found
     q, k, v, dout = (inputs[name].double().nan_to_num() for name in ("q", "k", "v", "dout"))
     found |= {

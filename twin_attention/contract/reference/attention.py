@@ -92,9 +92,9 @@ def attention_jvp(
     tangents, _, _ = apply_segments(xp, tangents, seen)
     operands, seen, _ = apply_segments(xp, operands, seen)
     position = positions(xp, operands, spec)
-    both = (added_scores(xp, x, position, None, dtype) for x in (operands, tangents))
+    added, dadded = (added_scores(xp, x, position, None, dtype) for x in (operands, tangents))
     kept = _kept(xp, operands, spec, dtype, first)
-    return jvp(xp, tangents, operands, spec, seen, dtype, *both, kept)
+    return jvp(xp, tangents, operands, spec, seen, dtype, added, dadded, kept)
 
 
 def _kept(

@@ -60,9 +60,9 @@ def varlen_jvp(
     tangents = with_zeros(xp, tangents, operands)
     dbatch, *_ = _as_one_sequence(xp, tangents, spec)
     batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
-    both = (added_scores(xp, x, position, sequence, dtype) for x in (operands, tangents))
+    added, dadded = (added_scores(xp, x, position, sequence, dtype) for x in (operands, tangents))
     kept = _kept_of_packed(xp, operands, spec, dtype, sequence, position)
-    dout, dlse = jvp(xp, dbatch, batch, spec, seen, dtype, *both, kept)
+    dout, dlse = jvp(xp, dbatch, batch, spec, seen, dtype, added, dadded, kept)
     return dout[0, ...], dlse[0, ...]
 
 
