@@ -11,7 +11,7 @@ from bench.records import Record
 if TYPE_CHECKING:
     from bench.timing import Timing
 
-Operation = Literal["forward", "backward", "both", "decode", "append", "peak"]
+Operation = Literal["forward", "backward", "both", "jvp", "decode", "append", "peak"]
 Check = Callable[[Sequence[Any]], float]
 Timer = Callable[["Mapping[Entry, Callable[[], Any]]"], "Mapping[Entry, Timing]"]
 

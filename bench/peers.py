@@ -169,6 +169,9 @@ SCORES: Mapping[str, Callable[..., Call]] = {
     "jax.nn cuDNN": FLASH["jax.nn cuDNN"],
     "flash-attn": flash_attn,
 }
+TANGENTS: Mapping[str, Callable[..., Call]] = _flash(
+    "eager", "jvp-flash-attention", "fa4-jax", "jax.nn XLA"
+)
 DECODE: Mapping[str, Callable[..., Call]] = {
     name: partial(paged, name) for name in ("FlashInfer", "FA2 dense", "cuDNN dense")
 }

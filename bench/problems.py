@@ -92,7 +92,9 @@ def attention_job(
     """heads: how many to check; None is `sample_check`'s default."""
     flops = _flops(case)
     traffic = cost.forward_bytes(case.spec), cost.backward_bytes(case.spec)
-    passes = {"forward": (1, 0), "backward": (0, 1), "both": (1, 1)}[operation]
+    passes = {"forward": (1, 0), "backward": (0, 1), "both": (1, 1), "jvp": (1, 0)}[operation]
+    if operation == "jvp":  # five products of a tile more than the forward's two
+        flops, traffic = (7 * flops[0] // 2, 0), (0, 0)
     return Job(
         case=asdict(case),
         operation=operation,
@@ -155,7 +157,8 @@ def attention_check(
 ) -> Check:
     if isinstance(case, DilatedCase):
         return dilated_check(case, operation, tensors)
-    from twin_attention.interop.parity.check import sample_check
+    from twin_attention.interop.parity.check import check_of, sample_check
+    from twin_attention.interop.parity.oracle import expectations, parts_of
 
     inputs = named_inputs(case, tensors[:-1])
     of_terms = tuple(f"d{name}" for name in varied_terms(case))
@@ -163,6 +166,9 @@ def attention_check(
     names["both"] = names["forward"] + names["backward"]
     if operation != "forward":
         inputs["dout"] = tensors[-1]
+    if operation == "jvp":
+        inputs |= {f"t{name}": inputs[name] for name in "qkv"}
+        return check_of(expectations(inputs, parts_of(case.spec)), ("out", "tout"))
     samples = {} if heads is None else {"samples": heads}
     return sample_check(inputs, case.spec, names[operation], **samples)
 

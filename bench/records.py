@@ -63,8 +63,8 @@ class Times:
 class Record:
     """One implementation on one case; what is measured is None unless the status is "ok".
 
-    operation: "forward", "backward", "both", "decode" or "append"; of training also "optimizer"
-    and "step" (all three), of models "generate"; "peak" is a rate of the device, and
+    operation: "forward", "backward", "both", "jvp", "decode" or "append"; of training also
+    "optimizer" and "step" (all three), of models "generate"; "peak" is a rate of the device, and
     "parity" is untimed.
     target: None for a peer.
     status: "planned" until it is measured; "absent" if the peer does not do the case.

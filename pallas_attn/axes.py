@@ -52,7 +52,8 @@ def axes_of(operation: str, args: tuple[Any, ...]) -> tuple[list[str], list[str]
     """Return the axes of an operation's arguments and results; None if it is not divided."""
     if operation == "combine":
         return [".b.h.", ".bh."], ["b.h.", "bh."]
-    operands = next((x for x in args if type(x) in _OPERANDS), None)
+    # Tangents come before the operands, and lack some.
+    operands = next((x for x in reversed(args) if type(x) in _OPERANDS), None)
     if operands is None:
         return None
     of = _OPERANDS[type(operands)]
@@ -64,6 +65,8 @@ def axes_of(operation: str, args: tuple[Any, ...]) -> tuple[list[str], list[str]
     rows = "h." if len(own.q) == 3 else "bh."
     if operation == "flash_bwd":
         return [own.q, rows, *own, own.q, rows, rows], [*own]
+    if operation == "flash_jvp":
+        return [*own, *own, own.q, rows, rows], [own.q, rows]
     return [*own], [own.q, rows, rows, rows]
 
 

@@ -40,16 +40,18 @@ class Backends(NamedTuple):
     elsewhere: Backend
     changes: tuple[Change, ...] = ()
 
-    def of_backward(self, implementation: Implementation | None, spec: AttentionSpec) -> Backends:
-        """Return the backends of this forward's backward."""
+    def of_derivative(
+        self, implementation: Implementation | None, operation: str, spec: AttentionSpec
+    ) -> Backends:
+        """Return the backends of this forward's "flash_bwd" or "flash_jvp"."""
 
         def again(backend: Backend) -> Backend:
             if not backend.runs_kernels:
                 return backend
-            return choose(implementation, "flash_bwd", backend.target, spec)[0]
+            return choose(implementation, operation, backend.target, spec)[0]
 
         backends = self._replace(cuda=again(self.cuda), elsewhere=again(self.elsewhere))
-        log_choice(implementation, "flash_bwd", None, spec)
+        log_choice(implementation, operation, None, spec)
         return backends
 
 

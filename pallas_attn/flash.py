@@ -85,8 +85,8 @@ def flash_attention(
 
     Works under `jit`, `grad`, `vmap`, `jax.checkpoint`, `lax.scan` and `shard_map`. Devices that
     share q, k and v by batch or heads compute their own. Symbolic sizes of `jax.export` need
-    ``implementation="reference"``. Differentiable once, in reverse mode. Tracing fixes the kernels'
-    target (`twin_attention.targets.target`).
+    ``implementation="reference"``. Differentiable once, in reverse or forward mode (`jax.jvp`,
+    `jax.linearize`). Tracing fixes the kernels' target (`twin_attention.targets.target`).
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 512 in steps of 8.
@@ -144,8 +144,8 @@ def flash_attention(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        NotImplementedError: a dtype, head dimension or device without kernels; a second
+            derivative.
 
     Source: Dao et al. 2022 (FlashAttention); Dao 2023 (FlashAttention-2); sinks: Agarwal et al.
     2025 (gpt-oss); ends: Wang et al. 2024 (FlashMask); terms: Raffel et al. 2020 (T5), Press et al.

@@ -1,9 +1,9 @@
-"""Attention with its reverse-mode derivative, as JAX's transformations see it.
+"""Attention with its derivatives, as JAX's transformations see it.
 
-From the outside in: `attention` refuses other derivatives (`pallas_attn.derivatives`), and
-`_attention` is a custom_vjp that keeps operands, out and lse for the backward. `_forward` and
-`_backward` are jitted, so that a call outside `jit` compiles once. Inside them,
-`run_on_platform` picks the platform's family.
+`_attention` is a custom_jvp. Its rule returns tangents (`pallas_attn.derivatives`) that forward
+mode computes with `_pushforward`, and that reverse mode transposes to `_backward`: it keeps
+operands, out and lse. These functions are jitted, so that a call outside `jit` compiles once.
+Inside them, `run_on_platform` picks the platform's family.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from pallas_attn.attention import Attention
-from pallas_attn.derivatives import once, together
+from pallas_attn.derivatives import tangents
 from pallas_attn.dispatch import Implementation, choose_backends, run_on_platform
 from pallas_attn.kernels import reference
 from pallas_attn.operands import device_of
@@ -36,6 +36,7 @@ from twin_attention.contract.validate.attention import (
     check_flash_attention_varlen,
 )
 from twin_attention.contract.validate.block_mask import check_block_sparse_attention
+from twin_attention.contract.validate.errors import not_differentiable
 from twin_attention.contract.validate.options import check_attention_options, check_flash_options
 
 
@@ -47,58 +48,55 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Compute attention on checked operands; whether lse is an output is static."""
     backends = choose_backends(implementation, "flash_fwd", device_of(operands.q), spec)
-    operands = once(operands, spec.function)
-    # Inside `shard_map`, JAX takes no symbolic zeros: all operands get gradients.
-    is_shard = bool(jax.sharding.get_abstract_mesh().manual_axes)
-    run = _attention_of_shard if is_shard else _attention
-    results = run(operands, spec, backends, implementation, return_lse)
-    return once(results, spec.function)
-
-
-def _undifferentiated(operands, spec, backends, implementation, return_lse):
-    return _returned(_forward(operands, spec, backends), spec, return_lse)
-
-
-def _returned(results, spec, return_lse):
-    out, lse, *row_max = results
-    row_max = row_max[bool(spec.terms) :]  # before it is what lse lacks
+    out, lse, *others = _attention(operands, spec, backends, implementation)
+    row_max = others[bool(spec.terms) :]  # before it is what lse lacks
     returned = (out, lse, *row_max) if return_lse else (out, *row_max)
-    return together(*returned) if len(returned) > 1 else out
+    return returned if len(returned) > 1 else out
 
 
-def _attention_fwd(operands, spec, backends, implementation, return_lse):
-    needed = (x is not None and x.perturbed for x in operands)
-    frozen = frozen_operands(operands._fields, operands, needed)
-    operands = jax.tree.map(lambda x: x.value, operands)
-    return _saving_fwd(operands, spec, backends, implementation, return_lse, frozen)
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _attention(operands, spec, backends, implementation):
+    return tuple(_forward(operands, spec, backends))
 
 
-def _saving_fwd(operands, spec, backends, implementation, return_lse, frozen=()):
-    results = _forward(operands, spec, backends)
-    rest = results[2] if spec.terms else None
-    # Names are a tree without arrays.
-    saved = operands, *results[:2], rest, dict.fromkeys(frozen)
-    return _returned(results, spec, return_lse), saved
+def _attention_jvp(spec, backends, implementation, primals, tangents_in):
+    (operands,), (given,) = primals, tangents_in
+    given = given._make(x if _is_given(x) else None for x in given)
+    # Not `_forward`: the results may have a derivative of their own.
+    out, lse, *others = results = _attention(operands, spec, backends, implementation)
+    zeros = tuple(SymbolicZero(jax.typeof(x)) for x in results)
+    if not jax.tree.leaves(given):
+        return results, zeros
+    rest = others[0] if spec.terms else None
+    spec, names = replace(spec, row_max=False), given._fields
+    is_given = [x is not None for x in given]
+
+    def run(results, others, given):
+        if spec.has_lists:
+            not_differentiable("forward mode", "Use jax.vjp or jax.grad.", spec.function)
+        chosen = backends.of_derivative(implementation, "flash_jvp", spec)
+        (operands, rest), (out, lse) = others, results
+        return _pushforward(given, operands, out, lse, rest, spec, chosen)
+
+    def transpose(gradients, results, others):
+        (dout, dlse), (out, lse), (operands, rest) = gradients, results, others
+        dout = jnp.zeros_like(out) if dout is None else dout
+        problem = replace(spec, frozen=frozen_operands(names, operands, is_given))
+        chosen = backends.of_derivative(implementation, "flash_bwd", problem)
+        found = _backward(dout, dlse, operands, out, lse, rest, problem, chosen)
+        return [dx for dx, is_needed in zip(found, is_given, strict=True) if is_needed]
+
+    rule = tangents(run, transpose, (out, lse), (operands, rest), given, spec.function)
+    return results, (*rule, *zeros[2:])
 
 
-def _attention_bwd(spec, backends, implementation, return_lse, residuals, gradients):
-    if spec.row_max:  # it has no gradient
-        *gradients, _ = gradients
-        gradients = gradients if return_lse else gradients[0]
-        spec = replace(spec, row_max=False)
-    dout, dlse = gradients if return_lse else (gradients, None)
-    *residuals, frozen = residuals
-    dout = jnp.zeros_like(residuals[1]) if isinstance(dout, SymbolicZero) else dout
-    dlse = None if isinstance(dlse, SymbolicZero) else dlse
-    spec = replace(spec, frozen=tuple(frozen))
-    backends = backends.of_backward(implementation, spec)
-    return (_backward(dout, dlse, *residuals, spec, backends),)
+def _is_given(tangent):
+    return not (
+        tangent is None or isinstance(tangent, SymbolicZero) or tangent.dtype == jax.dtypes.float0
+    )
 
 
-_attention = jax.custom_vjp(_undifferentiated, nondiff_argnums=(1, 2, 3, 4))
-_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
-_attention_of_shard = jax.custom_vjp(_undifferentiated, nondiff_argnums=(1, 2, 3, 4))
-_attention_of_shard.defvjp(_saving_fwd, _attention_bwd)
+_attention.defjvp(_attention_jvp, symbolic_zeros=True)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -107,6 +105,15 @@ def _forward(operands, spec, backends):
     if spec.is_empty:  # runs no kernel
         return reference.flash_fwd(operands, spec, backends.elsewhere)
     return run_on_platform(backends, "flash_fwd", spec, operands)
+
+
+@partial(jax.jit, static_argnums=(5, 6))
+@promoting
+def _pushforward(given, operands, out, lse, rest, spec, backends):
+    arguments = given, operands, out, lse, rest
+    if spec.is_empty:
+        return reference.flash_jvp(*arguments, spec, backends.elsewhere)
+    return run_on_platform(backends, "flash_jvp", spec, *arguments)
 
 
 @partial(jax.jit, static_argnums=(6, 7))

@@ -84,8 +84,8 @@ def flash_attention(
     keys has output 0 and log-sum-exp -inf or its head's sink. `docs/semantics.md` has the details.
 
     Works under autograd, `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func`
-    (`grad`, `vjp`, `vmap`), CUDA graphs and autocast, which casts q, k and v as for
-    `scaled_dot_product_attention`. Differentiable once, in reverse mode.
+    (`grad`, `vjp`, `jvp`, `vmap`), CUDA graphs and autocast, which casts q, k and v as for
+    `scaled_dot_product_attention`. Differentiable once, in reverse or forward mode.
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 512 in steps of 8. Any strides
@@ -143,8 +143,8 @@ def flash_attention(
     Raises:
         TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        NotImplementedError: a dtype, head dimension or device without kernels; a second
+            derivative.
 
     Source: Dao et al. 2022 (FlashAttention); Dao 2023 (FlashAttention-2); sinks: Agarwal et al.
     2025 (gpt-oss); ends: Wang et al. 2024 (FlashMask); terms: Raffel et al. 2020 (T5), Press et al.

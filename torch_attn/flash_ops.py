@@ -2,7 +2,7 @@
 
 Operators are `flash`, `flash_varlen` and `block_sparse`, each with `_fwd` and `_bwd`. Of the first
 two, `_terms_fwd` also returns the `rest_of_lse` of scores with terms, `_row_max_fwd` row maxima,
-and `_terms_row_max_fwd` both.
+and `_terms_row_max_fwd` both; `_jvp` computes tangents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_attn import vmap
 from torch_attn.attention import Attention
-from torch_attn.autograd import Backward, Forward, has_gradient, run_kept, with_left_out
+from torch_attn.autograd import Backward, Derivative, Forward, has_gradient, run_kept, with_left_out
 from torch_attn.calls import Call
 from torch_attn.dispatch import choose
 from torch_attn.operands import aligned, cast_inputs, operand
@@ -26,6 +26,7 @@ from torch_attn.operators import readable
 from torch_attn.replay import Capture, CapturedLaunch
 from twin_attention.contract.operands import (
     CONSTANTS,
+    DIFFERENTIABLE,
     BlockSparseOperands,
     FlashOperands,
     VarlenOperands,
@@ -72,6 +73,18 @@ class FlashAttention(Attention):
             count + 5, self._backward_call, self._fake_backward, function,
         )  # fmt: skip
 
+        has_all = check_options is check_attention_options
+        self.with_tangents = tuple(x for x in operands._fields if x in DIFFERENTIABLE)
+        jvp = None
+        if has_all:
+            tangents = ", ".join(f"Tensor? d{field}" for field in self.with_tangents)
+            jvp = Derivative(
+                f"{name}_jvp({tangents}, {tensors}, Tensor out, Tensor lse, Tensor? rest, "
+                f"{others}) -> (Tensor dout, Tensor dlse)",
+                len(self.with_tangents) + count + 3, self._jvp_call, self._fake_jvp, function,
+            )  # fmt: skip
+            jvp.register_vmap(rule)
+
         def forward(kind: tuple[bool, bool]) -> Forward:
             with_terms, with_row_max = kind
             full = f"{name}{'_terms' * with_terms}{'_row_max' * with_row_max}_fwd"
@@ -81,10 +94,9 @@ class FlashAttention(Attention):
                 f"{full}({tensors}, {others}) -> ({results})",
                 count, partial(self._call_of_kind, kind), partial(self._fake_of_kind, kind),
                 function, backward=backward, num_saved=2 + with_terms,
-                names=operands._fields,
+                names=operands._fields, jvp=jvp,
             )  # fmt: skip
 
-        has_all = check_options is check_attention_options
         both = (False, True) if has_all else (False,)
         kinds = [*product(both, both)]
         self.forwards = {kind: forward(kind) for kind in kinds}
@@ -178,6 +190,37 @@ class FlashAttention(Attention):
         if others[-1] is not None:
             spec = replace(spec, placement=Placement())
         return Call("flash_bwd", self.run_backward, spec, dout.device, others)
+
+    def run_jvp(self, function, spec, backend, *tensors: Any):
+        """Run a family's flash_jvp, copying results of the forward that its kernel cannot read."""
+        tangents, operands, (out, lse, rest) = self._split(tensors)
+        out, lse = readable(out, lse)
+        rest = None if rest is None else rest.contiguous()
+        return function(tangents, operands, out, lse, rest, spec, backend)
+
+    def _split(self, tensors: Any) -> tuple[Any, Any, Any]:
+        """Return the tangents, the operands, and the forward's results."""
+        first = len(self.with_tangents)
+        own = dict(zip(self.with_tangents, tensors, strict=False))
+        tangents = self.operands._make(map(own.get, self.operands._fields))
+        last = first + self.num_operands
+        return tangents, self.operands._make(tensors[first:last]), tensors[last:]
+
+    def _jvp_call(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:
+        """Return the call of a forward's tangents; terms need its rest."""
+        tangents, operands, (out, _, rest) = self._split(tensors)
+        given = (x for x in tangents[:3] if x is not None)
+        spec = replace(self.check(operands, self.options_of(others), out, *given), row_max=False)
+        for name, x, dx in zip(self.operands._fields, operands, tangents, strict=True):
+            if dx is not None and (dx.shape, dx.dtype) != (x.shape, x.dtype):
+                fail(ValueError, f"d{name}", f"{x.dtype} {tuple(x.shape)}", tuple(dx.shape))
+        if spec.terms and rest is None:
+            fail(ValueError, "rest", "the forward's, as there are terms", None)
+        return Call("flash_jvp", self.run_jvp, spec, out.device, others)
+
+    def _fake_jvp(self, *args: Any) -> tuple[Tensor, Tensor]:
+        _, _, (out, lse, *_) = self._split(args)
+        return out.new_empty(out.shape), lse.new_empty(lse.shape)
 
     def _fake_backward(self, dout, dlse, *args):
         operands, frozen = args[: self.num_operands], args[self.num_operands + 3].split()

@@ -43,6 +43,12 @@ def _backward(dout, dlse, *args, **_) -> int:
     return _of_dense(args, cost.backward_flops, cost.tree_backward_flops, cost.range_backward_flops)
 
 
+@register_flop_formula(torch.ops.twin_attention.flash_jvp, get_raw=True)
+def _tangents(*args, **_) -> int:
+    """Count all five products, which are as large as a backward's."""
+    return _backward(None, None, *args[len(DENSE.with_tangents) :])
+
+
 @register_flop_formula(torch.ops.twin_attention.block_sparse_fwd, get_raw=True)
 def _sparse_forward(*args, **_) -> int:
     return _of_mask(args, cost.forward_flops, cost.block_sparse_forward_flops)

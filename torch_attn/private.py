@@ -42,6 +42,9 @@ empty_strided_cuda = find("torch._C._dynamo.guards", "_empty_strided_cuda")
 len_dispatch_stack = find("torch._C", "_len_torch_dispatch_stack")
 is_function_mode_enabled = find("torch._C", "_is_torch_function_mode_enabled")
 _transforms_active = find("torch._C", "_are_functorch_transforms_active")
+_interpreter, _Transform = (
+    find("torch._C._functorch", name) for name in ("peek_interpreter_stack", "TransformType")
+)
 TorchDispatchMode: Any = find("torch.utils._python_dispatch", "TorchDispatchMode") or object
 _current_mode = find("torch.utils._python_dispatch", "_get_current_dispatch_mode")
 _has_level = find("torch.autograd.forward_ad", "_current_level") is not None
@@ -107,6 +110,14 @@ def current_mode() -> Any:
 
 def transforms_active() -> bool:
     return _transforms_active is not None and _transforms_active()
+
+
+def in_jvp() -> bool:
+    """Return True inside `torch.func.jvp`, or where its level cannot be told."""
+    if None in (_interpreter, _Transform):
+        return True
+    interpreter = _interpreter()
+    return interpreter is not None and interpreter.key() == _Transform.Jvp
 
 
 def may_be_dual() -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.operands import with_rows
-from twin_attention.contract.operands import TERMS
+from twin_attention.contract.operands import DIFFERENTIABLE, TERMS
 from twin_attention.contract.validate.errors import (
     not_mapped,
     not_mapped_with_sinks,
@@ -54,9 +54,12 @@ def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
     Heads share segment ids. A bias or dropout takes a call for each element, because a call's batch
     elements share a bias, and dropout counts them.
     """
-    first = 0 if num_tensors == len(fields) else 2
-    places = {first + i: name for i, name in enumerate(fields) if name in TERMS}
-    alone = (first + i for i, name in enumerate(fields) if name in ("bias", "dropout_seed"))
+    with_tangents = [name for name in fields if name in DIFFERENTIABLE]
+    # A forward's tensors; a backward's, behind dout and dlse; or those of tangents.
+    before = {len(fields): [], len(fields) + 5: ["", ""]}.get(num_tensors, with_tangents)
+    names = dict(enumerate([*before, *fields]))
+    places = {i: name for i, name in names.items() if name in TERMS}
+    alone = (i for i, name in names.items() if name in ("bias", "dropout_seed"))
     if any(args[i] is not None for i in alone):
         return _call_for_each(op, num_tensors, info.batch_size, in_dims, *args)
     tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))

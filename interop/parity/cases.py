@@ -40,6 +40,7 @@ class Options:
     ranges: a kind of `ranges.make_ranges`.
     relative: R of a table of 2R + 1 distances.
     alibi: slopes, "heads" for one per head; "all" for one per head and sequence.
+    tangents: forward mode runs too.
     """
 
     scale: float | None = None
@@ -57,6 +58,7 @@ class Options:
     precision: Precision = "ieee"
     row_max: bool = False
     batch_invariant: bool = False
+    tangents: bool = False
 
     @property
     def options(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from twin_attention.interop.parity.records import ORACLE, Comparison
 from twin_attention.interop.parity.subjects.formulas import confirm
 from twin_attention.interop.parity.subjects.subject import Subject, twins
 
+_WITH_ROWS = ("out", "dq", "dk", "dv", "tout")
 NAN = Agreement(math.inf, 0.0, math.inf, 0.0, finite=False)
 
 
@@ -49,10 +50,10 @@ def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
             exponents = None if isinstance(spec, MergeSpec) else expected.exponents
             unit = 1.0 if exponents is None else lse_unit(exponents)
             return compare_lse(got, ref, lse_tolerance(ref, lp, dtype), unit)
-        kind = "gradient" if name.startswith("d") else "output"
+        kind = "output" if name == "out" else "gradient"
         return compare_to_reference(
             got, ref, lp, dtype, kind, expected.exponents, expected.cancelled.get(name, 0.0),
-            "number" if name in SUMS else "row" if name in ("out", "dq", "dk", "dv") else None,
+            "number" if name in SUMS else "row" if name in _WITH_ROWS else None,
             expected.errors.get(name, 0.0),
         )  # fmt: skip
 
@@ -133,7 +134,10 @@ def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> No
     layouts = {f"d{name}": layout for name, layout in alike.items()} | {
         "out": ((*rows, spec.head_dim_v), first.dtype)
     }
-    layouts |= dict.fromkeys(OF_ROWS, ((*rows[:heads], rows[-1], *rows[heads:-1]), torch.float32))
+    layouts["tout"] = layouts["out"]
+    layouts |= dict.fromkeys(
+        (*OF_ROWS, "tlse"), ((*rows[:heads], rows[-1], *rows[heads:-1]), torch.float32)
+    )
     if isinstance(spec, AppendSpec):  # of the pools, and of rotated queries
         layouts = alike
     for name, got in results.items():
@@ -153,7 +157,7 @@ def _compare_part(results: Mapping[Subject, Tensors], expected: Expectation) -> 
     ]
     for a, b in twins([*results]):
         x, y = expected.crop(results[a]), expected.crop(results[b])
-        for name in x:
+        for name in (name for name in x if name in y):
             agreement = compare_sides(name, x[name], y[name], budgets[a][name], budgets[b][name])
             found.append(Comparison(a.label, b.label, name, agreement))
     return found

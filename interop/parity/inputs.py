@@ -9,7 +9,7 @@ from zlib import crc32
 
 import torch
 
-from twin_attention.contract.operands import CONSTANTS
+from twin_attention.contract.operands import CONSTANTS, DIFFERENTIABLE
 from twin_attention.contract.paged_spec import PagedCache
 from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.tree import tree_of
@@ -32,6 +32,8 @@ Tensors = dict[str, torch.Tensor]
 Normal = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 GRADIENTS, POOLS = ("dout", "dlse"), ("k_pages", "v_pages")
+# Tangents of operands, by their names.
+TANGENTS = {f"t{name}": name for name in DIFFERENTIABLE}
 # Ids of no page, on either side of the pool's.
 NO_PAGES = (-1, 2**31 - 1)
 # As a byte: NaN in float8_e4m3fn, the largest number in int8.
@@ -62,11 +64,22 @@ def make_inputs(case: Case, device: str) -> Tensors:
         if isinstance(case, AppendCase):
             return _append_inputs(case, normal, order)
         return _decode_inputs(case, normal, order)
-    if isinstance(case, VarlenCase):
-        return _varlen_inputs(case, normal, device)
     if isinstance(case, MergeCase):
         return _merge_inputs(case, normal)
-    return _flash_inputs(case, normal)
+    if isinstance(case, VarlenCase):
+        inputs = _varlen_inputs(case, normal, device)
+    else:
+        inputs = _flash_inputs(case, normal)
+    of = TANGENTS.items() if case.tangents else ()
+    # Where an operand is NaN, its tangent is too.
+    tangents = {
+        t: normal(inputs[x].shape, inputs[x].dtype) + 0 * inputs[x] for t, x in of if x in inputs
+    }
+    return inputs | tangents
+
+
+def operands_alone(inputs: Tensors) -> Tensors:
+    return {name: x for name, x in inputs.items() if name not in (*GRADIENTS, *TANGENTS)}
 
 
 def has_gradient(name: str, x: torch.Tensor) -> bool:

@@ -36,6 +36,8 @@ def run_jax(
 def prepare_jax(attend: Attend, operation: str, operands: Sequence[Any], dout: Any) -> partial[Any]:
     if operation == "forward":
         return partial(jax.jit(attend), *operands)
+    if operation == "jvp":
+        return partial(jax.jit(lambda *x: jax.jvp(attend, x, x)), *operands)
     if operation == "backward":
         _, pull = jax.jit(partial(jax.vjp, attend))(*operands)
         return partial(jax.jit(lambda pull, dout: pull(dout)), pull, dout)

@@ -21,10 +21,11 @@ from twin_attention.contract.operands import (
     DecodeOperands,
     FlashOperands,
     PagedOperands,
+    VarlenOperands,
 )
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
 from twin_attention.contract.reference.cache import quantize
-from twin_attention.contract.reference.kinds import backward_of, forward_of
+from twin_attention.contract.reference.kinds import backward_of, forward_of, jvp_of
 from twin_attention.contract.reference.merge import merge, merge_backward
 from twin_attention.contract.reference.paged import paged_forward, ragged_forward
 from twin_attention.contract.reference.rotary import rotate
@@ -37,7 +38,7 @@ from twin_attention.contract.spec import (
     Window,
 )
 from twin_attention.contract.tolerances import cancelled_gradient, cancelled_sum, rounded_delta
-from twin_attention.interop.parity.inputs import Tensors, has_gradient
+from twin_attention.interop.parity.inputs import TANGENTS, Tensors, has_gradient
 
 SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
@@ -47,6 +48,7 @@ WIDER = 128  # distances on each side of a table, by which its ends' errors are 
 OF_TOKENS = ("q", "tree_ends", "q_ranges")
 SUMS = ("dsinks", "drelative_bias", "dbias")  # over all sequences
 OF_ROWS = ("lse", "row_max")  # results of the forward, beside out
+OF_TANGENTS = ("tout", "tlse")
 
 # Or a VarlenSpec or PagedSpec, which is one of these.
 Spec = AttentionSpec | DecodeSpec | AppendSpec | MergeSpec
@@ -188,10 +190,17 @@ def _rms(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
 
 
 def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
-    if "dout" not in inputs or not isinstance(spec, AttentionSpec):
-        return {}
+    found = {}
+    if not isinstance(spec, AttentionSpec):
+        return found
+    if "tq" in inputs:
+        q, k, v, tq, tk = (inputs[x].double().nan_to_num() for x in ("q", "k", "v", "tq", "tk"))
+        pairs = (tq, k), (q, tk)
+        found["tout"] = sum(cancelled_gradient(spec.scale, *x, v, 1.0) for x in pairs)
+    if "dout" not in inputs:
+        return found
     q, k, v, dout = (inputs[name].double().nan_to_num() for name in ("q", "k", "v", "dout"))
-    found = {
+    found |= {
         "dq": cancelled_gradient(spec.scale, dout, v, k, 1.0),
         "dk": cancelled_gradient(spec.scale, dout, v, q, _rows_of_a_key(spec)),
     }
@@ -260,6 +269,7 @@ def evaluate(
 ) -> Tensors:
     """Run the contract's plain formula in `dtype`; return out, lse, and gradients if there is dout.
 
+    With tangents of operands, return those of out and lse too; such a problem is evaluated whole.
     An append returns the pools, and q if given. `first` is as in `Part`.
     """
     if isinstance(spec, AppendSpec):
@@ -268,11 +278,19 @@ def evaluate(
         return _evaluate_paged(inputs, spec, dtype)
     if isinstance(spec, DecodeSpec):
         return _evaluate_decode(inputs, spec, dtype)
-    if isinstance(spec, VarlenSpec):
-        return _evaluate_varlen(inputs, spec, dtype)
     if isinstance(spec, MergeSpec):
         return _evaluate_merge(inputs, dtype)
-    return _evaluate_flash(inputs, spec, dtype, first)
+    tangents = {x: inputs[t] for t, x in TANGENTS.items() if t in inputs}
+    inputs = {name: x for name, x in inputs.items() if name not in TANGENTS}
+    if isinstance(spec, VarlenSpec):
+        results = _evaluate_varlen(inputs, spec, dtype)
+    else:
+        results = _evaluate_flash(inputs, spec, dtype, first)
+    if tangents:
+        kind: Any = VarlenOperands if isinstance(spec, VarlenSpec) else FlashOperands
+        both = (kind(*map(x.get, kind._fields)) for x in (tangents, inputs))
+        results |= zip(OF_TANGENTS, jvp_of(spec)(*both, spec, dtype), strict=True)
+    return results
 
 
 def _evaluate_flash(

@@ -22,7 +22,7 @@ from twin_attention.interop.rendering.plots import (
 
 OUTPUTS = (
     "out", "lse", "row_max", *(f"d{name}" for name in FlashOperands._fields), "douts", "dlses",
-    "q", "k_pages", "v_pages",
+    "tout", "tlse", "q", "k_pages", "v_pages",
 )  # fmt: skip
 LEFT_EDGE = 1e-3
 LANE_HEIGHT = 0.8

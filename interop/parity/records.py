@@ -177,6 +177,7 @@ def problem_text(problem: dict[str, Any]) -> str:
         f"alibi={get('alibi')}": get("alibi"),
         f"dropout_rate={get('dropout_rate')}": get("dropout_rate"),
         "row_max": get("row_max"),
+        "forward mode": get("tangents"),
         f"up to {get('common_pages')} pages in common": get("common_pages"),
         f"tree={get('tree')}": get("tree"),
         f"ranges={get('ranges')}": get("ranges"),

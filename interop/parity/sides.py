@@ -31,8 +31,16 @@ from twin_attention.interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from twin_attention.interop.parity.inputs import GRADIENTS, POOLS, Tensors, has_gradient
+from twin_attention.interop.parity.inputs import (
+    GRADIENTS,
+    POOLS,
+    TANGENTS,
+    Tensors,
+    has_gradient,
+    operands_alone,
+)
 from twin_attention.interop.parity.jax_calls import run_jax, share, with_gradients
+from twin_attention.interop.parity.oracle import OF_TANGENTS
 from twin_attention.interop.parity.ranks import (
     AXIS,
     Room,
@@ -47,6 +55,8 @@ from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 
 OUTPUTS = ("out", "lse")
+# Implementations with forward mode.
+WITH_TANGENTS = ("triton", "reference")
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Ours(Subject):
     implementation: str
     target: str | None = None
     package = "twin-attention"
-    has_lse = has_gradients = has_dlse = is_guarded = True
+    has_lse = has_gradients = has_dlse = has_tangents = is_guarded = True
 
     @property
     def label(self) -> str:
@@ -104,7 +114,7 @@ class Ours(Subject):
 
     def explain(self, case: Case, inputs: Tensors) -> Explanation:
         side = SIDES[self.side]()
-        operands = side.share({name: x for name, x in inputs.items() if name not in GRADIENTS})
+        operands = side.share(operands_alone(inputs))
         options = {**case.options, **absent_operands(case), "implementation": self.implementation}
         if isinstance(case, ContextCase):
             operands = side.of_rank(case, operands)
@@ -146,6 +156,8 @@ def call(
     side: Side, case: Case, inputs: Tensors, implementation: str, constants: Sequence[str] = ()
 ) -> Tensors:
     options = {**case.options, **absent_operands(case), "implementation": implementation}
+    if implementation not in WITH_TANGENTS:
+        inputs = {name: x for name, x in inputs.items() if name not in TANGENTS}
     if isinstance(case, ContextCase):
         return _results_of_ranks(side, case, inputs, implementation)
     return results(side, _function(case), inputs, constants, **options)
@@ -170,10 +182,10 @@ def _results_of_ranks(
 def results(
     side: Side, function: str, inputs: Tensors, constants: Sequence[str] = (), **options: Any
 ) -> Tensors:
-    """Return a function's results by name, with gradients if `inputs` has dout or dlse."""
+    """Return a function's results by name, with gradients or tangents if `inputs` has some."""
     if constants:
         options["constants"] = tuple(constants)
-    operands = {name: x for name, x in inputs.items() if name not in GRADIENTS}
+    operands = operands_alone(inputs)
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
     if function not in ("merge_states", "append_kv"):
         options["return_lse"] = True
@@ -183,7 +195,12 @@ def results(
         return dict(zip(names, found, strict=True))
     outputs = (*OUTPUTS, "row_max") if options.get("return_row_max") else OUTPUTS
     of = (x for x in operands if has_gradient(x, operands[x]) and x not in constants)
-    return dict(zip((*outputs, *(f"d{name}" for name in of)), found, strict=False))
+    by_name = dict(zip((*outputs, *(f"d{name}" for name in of)), found, strict=False))
+    tangents = {x: inputs[t] for t, x in TANGENTS.items() if t in inputs}
+    if tangents:
+        options.pop("constants", None)
+        by_name |= zip(OF_TANGENTS, side.jvp(function, operands, tangents, **options), strict=True)
+    return by_name
 
 
 class TorchSide:
@@ -217,6 +234,15 @@ class TorchSide:
         operands = {x: operands[x] for x in operands if x not in bound}
         return call_torch(partial(getattr(self.api, name), **bound, **options), operands, gradients)
 
+    def jvp(
+        self, name: str, operands: Tensors, tangents: Tensors, **options: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tangents of out and lse."""
+        function = partial(getattr(self.api, name), **operands, **options)
+        primals = {x: operands[x] for x in tangents}
+        of_results = torch.func.jvp(lambda x: function(**x)[:2], (primals,), (tangents,))
+        return of_results[1]
+
 
 class PallasSide:
     """pallas_attn on torch tensors, jitted. An object caches its compiled calls."""
@@ -241,6 +267,19 @@ class PallasSide:
         chosen = tuple(sorted(options.items()))
         compiled = self._compile(name, (*arrays,), bool(dout), (*constants,), chosen)
         return run_jax(compiled, arrays, dout)
+
+    def jvp(
+        self, name: str, operands: Tensors, tangents: Tensors, **options: Any
+    ) -> tuple[torch.Tensor, ...]:
+        def call(tangents: tuple[Any, ...], *arrays: Any) -> Any:
+            given = dict(zip(operands, arrays, strict=True))
+            primals = {x: given.pop(x) for x in of}
+            function = partial(getattr(self.api, name), **given, **options)
+            pairs = (primals,), (dict(zip(of, tangents, strict=True)),)
+            return jax.jvp(lambda x: function(**x)[:2], *pairs)[1]
+
+        of = (*tangents,)
+        return run_jax(jax.jit(call), self.share(operands), self.share(tangents))
 
     def of_rank(self, case: ContextCase, operands: dict[str, Any]) -> dict[str, Any]:
         """Return arrays, plan and mesh of the call on all ranks; the devices need not exist."""

@@ -25,10 +25,13 @@ def prepare_torch(
 ) -> Callable[[], Any]:
     """Return a call of `attend` that may run many times, with the backward's graph already made.
 
-    It returns out, the operands' gradients, or (out, *gradients).
+    It returns out, the operands' gradients, (out, *gradients), or for "jvp" out and its tangent for
+    the operands as their own tangents.
     """
     if operation == "forward":
         return partial(attend, *operands)
+    if operation == "jvp":
+        return partial(torch.func.jvp, attend, (*operands,), (*operands,))
     operands = [x.detach().requires_grad_(x.is_floating_point()) for x in operands]
     inputs = [x for x in operands if x.requires_grad]
     if operation == "backward":

@@ -20,7 +20,7 @@ from twin_attention.contract.operands import (
 )
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
 from twin_attention.contract.reference.cache import positions_of_new, quantize
-from twin_attention.contract.reference.kinds import backward_of, forward_of
+from twin_attention.contract.reference.kinds import backward_of, forward_of, jvp_of
 from twin_attention.contract.reference.merge import merge, merge_backward
 from twin_attention.contract.reference.paged import paged_forward, ragged_forward
 from twin_attention.contract.reference.partial import partial_backward, partial_forward
@@ -56,6 +56,21 @@ def flash_bwd(
         gradients = backward(dout, dlse, operands, spec, jnp.float32)
     both = zip(gradients, operands, strict=True)
     return gradients._make(None if dx is None else dx.astype(x.dtype) for dx, x in both)
+
+
+def flash_jvp(
+    tangents: AttentionOperands[Array],
+    operands: AttentionOperands[Array],
+    out: Array,
+    lse: Array,
+    rest: Array | None,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> tuple[Array, Array]:
+    """Compute the tangents of out and lse with O(Sq · Skv) memory; None is a tangent of 0."""
+    with jax.default_matmul_precision("highest"):
+        dout, dlse = jvp_of(spec)(tangents, operands, spec, jnp.float32)
+    return dout.astype(out.dtype), dlse
 
 
 def partial_fwd(

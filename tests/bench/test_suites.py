@@ -9,7 +9,7 @@ import torch
 
 from bench import ours, problems
 from bench.job import Call, Entry
-from bench.peers import DECODE, FLASH, PACKED, SCORES, SPARSE, TREE
+from bench.peers import DECODE, FLASH, PACKED, SCORES, SPARSE, TANGENTS, TREE
 from bench.problems import SparseCase, attention_job, attention_tensors, decode_job, decode_tensors
 from bench.records import YARDSTICKS, Times, append
 from bench.records import load as read
@@ -17,7 +17,7 @@ from bench.registry import ON_CPU, SUITES, cells, load
 from bench.report.plots import of_suite
 from bench.report.sections import SPEEDS, sections
 from bench.report.tables import names
-from bench.suites import context, eager, kvcache, packed, patterns, prefill, ranges, tree
+from bench.suites import context, eager, jvp, kvcache, packed, patterns, prefill, ranges, tree
 from twin_attention.contract.cost import forward_flops
 from twin_attention.interop.parity import torch_calls
 from twin_attention.interop.parity.cases import (
@@ -82,6 +82,8 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("ranges", "spans-256-d128", set(TREE) | on_hopper(
             *PORTABLE, *EXPLICIT, "jax gluon", "torch triton bias")),
         ("scores", "bias-1x4096", set(SCORES)
+         | on_hopper(*PORTABLE, *EXPLICIT, "jax gluon")),
+        ("jvp", "1x4096x16x64-causal", set(TANGENTS)
          | on_hopper(*PORTABLE, *EXPLICIT, "jax gluon")),
         ("prefill", "chunks-8x4096-page16", both(*PORTABLE) | on_hopper(*CHUNKS) | {"FlashInfer"}),
         ("prefill", "single-64x8192-page16", both(*PORTABLE) | {"FlashInfer"}
@@ -239,6 +241,7 @@ SMALL_JOBS = {
     "ranges both": lambda: ranges.job(
         ranges.range_case("small", "diffusion", 7, 60, 2, 16), "both", ["sm90"]
     ),
+    "tangents": lambda: jvp.job(SMALL, "jvp", ["sm90"]),
     "drafts": lambda: decode_job(DRAFTS, ours.decode_factories(["sm80"])),
     "context both": lambda: context.job(CONTEXT_CASE, "both", "sm90"),
     "shared": lambda: kvcache._shared_job(

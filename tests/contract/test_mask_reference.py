@@ -9,12 +9,18 @@ import torch
 
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.cost import range_pairs, tree_pairs, visible_pairs
-from twin_attention.contract.operands import BlockSparseOperands, FlashOperands, VarlenOperands
+from twin_attention.contract.operands import (
+    DIFFERENTIABLE,
+    BlockSparseOperands,
+    FlashOperands,
+    VarlenOperands,
+)
 from twin_attention.contract.reference.attention import attention_backward, attention_forward
 from twin_attention.contract.reference.block_sparse import (
     block_sparse_backward,
     block_sparse_forward,
 )
+from twin_attention.contract.reference.kinds import forward_of, jvp_of
 from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
 from twin_attention.interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
 from twin_attention.interop.parity.inputs import make_inputs
@@ -137,6 +143,40 @@ def test_packed_sequences_are_each_alone(case):
         of_operands[3] += dlse[:, rows.stop :].sum(1)
     for y, z in zip(found, want, strict=True):
         torch.testing.assert_close(y, z)
+
+
+WITH_TERMS = replace(PLAIN, softcap=2.0, relative=3, bias="bk", alibi="all", dropout_rate=0.4)
+OF_JVP = [
+    *(case for case in CASES if not isinstance(case, BlockSparseCase)),
+    replace(WITH_TERMS, name="terms", sinks=True, segments="shuffled"),
+    PACKED,
+    replace(PACKED, name="packed terms", relative=2, alibi="all", dropout_rate=0.4, ranges="any"),
+]
+
+
+@pytest.mark.parametrize("missing", [(), ("q", "sinks", "bias"), ("k", "v", "relative_bias")])
+@pytest.mark.parametrize("case", OF_JVP, ids=lambda case: case.name)
+def test_jvp_is_the_difference(case, missing):
+    kind = VarlenOperands if isinstance(case, VarlenCase) else FlashOperands
+    x = {n: v.double() if v.is_floating_point() else v for n, v in make_inputs(case, "cpu").items()}
+    operands = kind(**{n: x.get(n) for n in kind._fields})
+    make = torch.Generator().manual_seed(0)
+    steps = {
+        n: torch.randn(x[n].shape, generator=make, dtype=torch.float64) + 0 * x[n]
+        for n in DIFFERENTIABLE
+        if n in x and n not in missing
+    }
+    tangents = kind(*(None,) * len(kind._fields))._replace(**steps)
+    h = 1e-5
+    moved = ({n: x[n] + size * dx for n, dx in steps.items()} for size in (h, -h))
+    after, before = (
+        forward_of(case.spec)(operands._replace(**values), case.spec, torch.float64)
+        for values in moved
+    )
+    found = jvp_of(case.spec)(tangents, operands, case.spec, torch.float64)
+    for dy, end, begin in zip(found, after, before, strict=True):
+        want = torch.where(end.isfinite(), (end - begin) / (2 * h), 0.0)  # rows without keys
+        torch.testing.assert_close(dy, want, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("seq_q", [13, 17, 20])

@@ -25,7 +25,12 @@ from torch_attn.layouts import leaves
 from torch_attn.targets import described
 from tuning.static import gate
 from tuning.static.operands import flash_operands
-from twin_attention.contract.operands import FlashOperands, PartialOperands, VarlenOperands
+from twin_attention.contract.operands import (
+    DIFFERENTIABLE,
+    FlashOperands,
+    PartialOperands,
+    VarlenOperands,
+)
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.interop.kernels import cubin, run_in_jax, triton_call
 from twin_attention.interop.kernels.machine import (
@@ -327,6 +332,14 @@ def test_every_feature_becomes_a_program(family):
             rest = more[0] if spec.terms else None
             gradients = jax.eval_shape(run, out, lse, operands, out, lse, rest)
             assert gradients.q.shape == operands.q.shape
+        if family.supports("flash_jvp", spec, target) is None and not spec.has_lists:
+            tangents = operands._make(
+                x if name in DIFFERENTIABLE else None for name, x in operands._asdict().items()
+            )
+            run = partial(run_in_jax.run, backend, "flash_jvp", spec)
+            rest = more[0] if spec.terms else None
+            dout, dlse = jax.eval_shape(run, tangents, operands, out, lse, rest)
+            assert (dout.shape, dlse.shape) == (out.shape, lse.shape)
     assert traced > (3 if family is GLUON else 4)
 
 

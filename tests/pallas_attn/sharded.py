@@ -6,6 +6,7 @@ tests.pallas_attn.sharded KIND IMPLEMENTATION``, with a kind of mesh axes and "N
 
 import re
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,33 @@ def check_mapped(mesh, implementation):
         assert jnp.allclose(a, jax.device_put(b, a.sharding), rtol=1e-4, atol=1e-4)
 
 
+def check_tangents(mesh):
+    """Also of `shard_map`, with its defaults, and within it."""
+    q, k, v, *step = jax.random.normal(jax.random.key(0), (6, 2, 8, 4, 16))
+    place = P("data", None, "model")
+    attend = partial(flash_attention, return_lse=True)
+    of_parts = jax.shard_map(
+        attend, mesh=mesh, in_specs=(place,) * 3, out_specs=(place, P("data", "model"))
+    )
+
+    def jvp(attend, *arrays):
+        return jax.jvp(attend, arrays[:3], arrays[3:])[1]
+
+    def linearized(*arrays):
+        return jax.linearize(attend, *arrays[:3])[1](*arrays[3:])
+
+    on_parts = jax.shard_map(
+        linearized, mesh=mesh, in_specs=(place,) * 6, out_specs=(place, P("data", "model"))
+    )
+    want = jvp(attend, q, k, v, *step)
+    placed = [jax.device_put(x, NamedSharding(mesh, place)) for x in (q, k, v, *step)]
+    for f in (partial(jvp, attend), partial(jvp, of_parts), on_parts):
+        compiled = jax.jit(f).lower(*placed).compile()
+        assert not re.findall(EXCHANGES, compiled.as_text())
+        for a, b in zip(compiled(*placed), want, strict=True):
+            assert jnp.allclose(a, jax.device_put(b, a.sharding), rtol=1e-4, atol=1e-4)
+
+
 def with_table(function):
     """Let a kernel's program have a constant, as schedules of Mosaic's kernels are."""
     table = np.zeros((7, 3), np.int32)
@@ -139,4 +167,5 @@ if __name__ == "__main__":
             check(mesh, case, *expected, implementation)
         if kind == jax.sharding.AxisType.Auto:
             check_mapped(mesh, implementation)
+        check_tangents(mesh)
     print("ok")

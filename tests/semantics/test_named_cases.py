@@ -11,8 +11,8 @@ import pallas_attn
 from tests.oracle import assert_within_budget
 from tests.sides import EXPLICIT, IMPLEMENTATIONS, strict_types
 from twin_attention.interop.parity.cases import AppendCase, BlockSparseCase, ContextCase, PagedCase
-from twin_attention.interop.parity.inputs import make_inputs
-from twin_attention.interop.parity.sides import GRADIENTS, call
+from twin_attention.interop.parity.inputs import GRADIENTS, TANGENTS, make_inputs
+from twin_attention.interop.parity.sides import call
 from twin_attention.interop.parity.suites.choose import QUICK
 from twin_attention.interop.parity.suites.kinds import KINDS
 
@@ -45,8 +45,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_results_and_gradients(side, by, case, torch_device):
     inputs = make_inputs(case, torch_device)
-    if by in EXPLICIT and isinstance(case, BlockSparseCase):  # they have no backward
-        inputs = {name: x for name, x in inputs.items() if name not in GRADIENTS}
+    if by in EXPLICIT:
+        left_out = (*TANGENTS, *GRADIENTS * isinstance(case, BlockSparseCase))  # no backward
+        inputs = {name: x for name, x in inputs.items() if name not in left_out}
     if getattr(case, "batch_invariant", False) and by == "triton" and side.api is pallas_attn:
         by = "torch_triton"
     with strict_types() if case.name in QUICK else nullcontext():

@@ -44,7 +44,7 @@ def refused(name, derivative):
     return pytest.raises(NotImplementedError, match=message)
 
 
-@every_function
+@pytest.mark.parametrize("name", [name for name in OF if not name.startswith("flash")])
 def test_forward_mode_is_refused(x, name):
     with refused(name, "forward mode"):
         jvp(OF[name], (x,), (x,))
@@ -69,6 +69,29 @@ def test_second_derivatives_are_refused(x, name):
         torch.autograd.grad(dx.sum(), factor)
 
 
+@pytest.mark.parametrize("name", ["flash_attention", "flash_attention_varlen"])
+def test_second_derivatives_with_forward_mode_are_refused(x, name):
+    def tangent(x):
+        return jvp(lambda x: OF[name](x).sum(), (x,), (torch.ones_like(x),))[1]
+
+    for twice in (
+        lambda x: jvp(grad(lambda x: OF[name](x).sum()), (x,), (x,)),
+        grad(tangent),
+        lambda x: jvp(tangent, (x,), (x,)),
+    ):
+        with refused(name, "a second derivative"):
+            twice(x)
+    leaf = x.clone().requires_grad_()
+    with forward_ad.dual_level():
+        out, dout = forward_ad.unpack_dual(OF[name](forward_ad.make_dual(leaf, x)))
+        for y in (out, dout):  # a gradient here would have a tangent
+            with refused(name, "a second derivative"):
+                y.sum().backward(retain_graph=True)
+    out.sum().backward()
+    (want,) = torch.autograd.grad(OF[name](leaf).sum(), leaf)
+    torch.testing.assert_close(leaf.grad, want)
+
+
 @pytest.mark.parametrize("name", [name for name in OF if "varlen" not in name])
 def test_vmap_over_no_element(x, name):
     nothing = x[None][:0]
@@ -76,7 +99,7 @@ def test_vmap_over_no_element(x, name):
     assert torch.vmap(grad(lambda x: OF[name](x).sum()))(nothing).shape == nothing.shape
 
 
-@pytest.mark.parametrize("of", ["backward", "torch.func", "compile"])
+@pytest.mark.parametrize("of", ["backward", "torch.func", "compile", "jvp", "dual"])
 def test_slopes_have_no_gradient(x, of):
     slopes = torch.ones(2, device=x.device)
 
@@ -84,9 +107,18 @@ def test_slopes_have_no_gradient(x, of):
         return flash_attention(x, x, x, alibi_slopes=slopes).sum()
 
     message = "alibi_slopes: expected constants"
-    if of == "torch.func":
+
+    def dual(slopes):
+        with forward_ad.dual_level():
+            attend(forward_ad.make_dual(slopes, slopes))
+
+    calls = {
+        "torch.func": grad(attend), "dual": dual,
+        "jvp": lambda slopes: jvp(attend, (slopes,), (slopes,)),
+    }  # fmt: skip
+    if of in calls:
         with pytest.raises(NotImplementedError, match=message):
-            grad(attend)(slopes)
+            calls[of](slopes)
         return
     attend = torch.compile(attend, backend="eager") if of == "compile" else attend
     with pytest.raises(NotImplementedError, match=message):

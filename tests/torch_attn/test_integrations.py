@@ -176,6 +176,9 @@ def test_flops_are_counted(implementation):
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
     assert counter.get_total_flops() == backward_flops(spec)
+    with FlopCounterMode(display=False) as counter:
+        torch.func.jvp(lambda q: torch_attn.flash_attention(q, k, v, **options), (q,), (q,))
+    assert counter.get_total_flops() == forward_flops(spec) + backward_flops(spec)
 
 
 def test_flops_are_those_of_the_tiles_that_a_mask_keeps():

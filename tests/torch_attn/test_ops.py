@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.func import grad, vjp, vmap
+from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.library import opcheck
 
 from torch_attn import explain, flash_attention
@@ -26,7 +26,6 @@ from twin_attention.contract.spec import AttentionSpec
 
 BATCH, SEQ, HEADS, DIM = 2, 21, 2, 16
 OPTIONS = (0.25, 5, 0, 3.0, True, "ieee", False, 0.0, False, "reference")
-FORWARD_MODE = "flash_attention: forward mode is not supported"
 
 
 @pytest.fixture
@@ -160,12 +159,84 @@ def test_gradients_of_one_output(qkv, used, implementation):
     assert any(g.abs().max() > 0 for g in gradients)
 
 
-def test_forward_mode_is_refused_compiled(qkv):
+def plain_jvp(operands, names=(0, 1, 2, 3)):
+    """Return the loss's tangent, by operands of these numbers, for their own values."""
+    gradients = torch.autograd.grad(plain_loss(*operands), operands)
+    pairs = enumerate(zip(operands, gradients, strict=True))
+    return sum((x * dx).sum() for i, (x, dx) in pairs if i in names)
+
+
+def test_opcheck_of_tangents(operands):
+    _, _, *more, _, _ = backward_arguments(operands)
+    tangents = [x if x is None else torch.randn_like(x) for x in (*more[:4], None, None)]
+    opcheck(DENSE.operator.jvp.op, (*tangents, *more[: more.index("")], *OPTIONS))
+
+
+@pytest.mark.parametrize("way", ["torch.func", "dual", "dual of compiled", "compiled"])
+def test_tangents(operands, way):
+    """With dual numbers operands also need gradients, for which a compiled function has no jvp."""
+    want, alone = plain_jvp(operands), plain_jvp(operands, (1,))
+    if way != "dual":
+        operands = [x.detach() for x in operands]
+    if way.startswith("dual"):
+        run = torch.compile(loss, backend="aot_eager") if way == "dual of compiled" else loss
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(x, x.detach()) for x in operands]
+            found = forward_ad.unpack_dual(run(*duals)).tangent
+            found_alone = forward_ad.unpack_dual(run(operands[0], duals[1], *operands[2:])).tangent
+        assert_same(found_alone, alone)
+    else:
+
+        def run(*operands):
+            return jvp(loss, operands, operands)[1]
+
+        if way == "compiled":
+            run = torch.compile(run, fullgraph=True, backend="aot_eager")
+        found = run(*operands)
+    assert_same(found, want)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_tangents_of_one_output(qkv, implementation):
+    def lse(k):
+        _, found = flash_attention(q, k, v, return_lse=True, implementation=implementation)
+        return found
+
     q, k, v = (x.detach() for x in qkv)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(k, k)
-        with pytest.raises(NotImplementedError, match=FORWARD_MODE):
-            torch.compile(flash_attention, backend="aot_eager")(q, dual, v)
+    _, (want, *_) = jvp(lse, (k,), (q,)), vjp(lse, k)[1](torch.ones(BATCH, HEADS, SEQ))
+    assert_same(jvp(lse, (k,), (q,))[1].sum(), (want * q).sum())
+
+
+def test_jacfwd(operands):
+    operands = [x.detach()[:, :3] if x.ndim > 1 else x.detach() for x in operands]
+    last = len(operands) - 1  # values, or sinks
+
+    def row(*operands):
+        *qkv, sinks = operands if last == 3 else (*operands, None)
+        return flash_attention(*qkv, sinks=sinks, implementation="reference")[:, 1, 0]
+
+    assert_same(jacfwd(row, last)(*operands), jacrev(row, last)(*operands))
+
+
+def test_tangents_and_vmap(operands):
+    """Also with a bias, which takes a call for each element."""
+    q, k, v, *sinks = (x.detach() for x in operands)
+    bias = torch.randn(1, HEADS, SEQ, SEQ, device=q.device)
+    qs, ts = torch.stack([q, 2 * q]), torch.stack([v, -k])
+
+    def attend(q):
+        return flash_attention(q, k, v, sinks=sinks[0] if sinks else None, return_lse=True)
+
+    def biased(bias):
+        return flash_attention(q, k, v, bias=bias, return_lse=True)
+
+    want = [jvp(attend, (x,), (t,))[1] for x, t in zip(qs, ts, strict=True)]
+    want = tuple(map(torch.stack, zip(*want, strict=True)))
+    assert_same(vmap(lambda x, t: jvp(attend, (x,), (t,))[1])(qs, ts), want)
+    assert_same(jvp(vmap(attend), (qs,), (ts,))[1], want)
+    biases = torch.stack([bias, -bias])
+    found = vmap(lambda t: jvp(biased, (bias,), (t,))[1])(biases)
+    assert_same(found, tuple(torch.stack([x, -x]) for x in jvp(biased, (bias,), (bias,))[1]))
 
 
 def test_grad(operands):
@@ -274,13 +345,21 @@ def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation,
     v = torch.randn(batch, seq_kv, heads, 24, device=torch_device, requires_grad=True)
     if implementation == "triton":
         monkeypatch.setitem(sys.modules, "torch_attn.kernels.portable.flash_fwd", None)
-        monkeypatch.setitem(sys.modules, "torch_attn.kernels.portable.flash_bwd", None)
+        for name in ("bwd", "jvp"):
+            monkeypatch.setitem(sys.modules, f"torch_attn.kernels.portable.flash_{name}", None)
     sinks = torch.full((heads,), 1.5, device=torch_device)
     out, lse = flash_attention(q, k, v, sinks=sinks, return_lse=True, implementation=implementation)
     assert torch.equal(out, torch.zeros(batch, seq_q, heads, 24, device=torch_device))
     assert torch.equal(lse, torch.full((batch, heads, seq_q), 1.5, device=torch_device))
     for x, dx in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
         assert torch.equal(dx, torch.zeros_like(x))
+
+    def attend(q, sinks):
+        return flash_attention(q, k, v, sinks=sinks, return_lse=True, implementation=implementation)
+
+    dout, dlse = jvp(attend, (q, sinks), (q, sinks))[1]
+    assert torch.equal(dout, out)
+    assert torch.equal(dlse, lse)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -22,7 +22,7 @@ from twin_attention.contract.operands import (
 )
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache, PagedSpec
 from twin_attention.contract.reference.cache import positions_of_new, quantize
-from twin_attention.contract.reference.kinds import backward_of, forward_of
+from twin_attention.contract.reference.kinds import backward_of, forward_of, jvp_of
 from twin_attention.contract.reference.merge import merge
 from twin_attention.contract.reference.paged import paged_forward, ragged_forward
 from twin_attention.contract.reference.partial import partial_backward, partial_forward
@@ -59,6 +59,21 @@ def flash_bwd(
         None if dx is None or x is None else dx.to(x.dtype).contiguous()
         for dx, x in zip(gradients, operands, strict=True)
     )
+
+
+def flash_jvp(
+    tangents: AttentionOperands[Tensor],
+    operands: AttentionOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    rest: Tensor | None,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """Compute the tangents of out and lse in float32; None is a tangent of 0."""
+    with without_autocast(out.device):
+        dout, dlse = jvp_of(spec)(tangents, operands, spec, torch.float32)
+    return dout.to(out.dtype).contiguous(), dlse
 
 
 def partial_fwd(

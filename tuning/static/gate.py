@@ -78,6 +78,11 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "ranges": {"causal": True, "ranges": "both"},
     "ranges-packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384, "ranges": "spans"},
     "invariant": {"causal": True, "batch_invariant": True},
+    "tangents": {"causal": True},
+    "tf32-tangents": {"causal": True, "precision": "tf32"},
+    "tangents-all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
+    "tangents-bias": {"bias": "hqk"},
+    "tangents-packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384, "relative": 128},
     "tiles-of-128": {"causal": True},
     "tiles-of-64": {"causal": True},
 }  # fmt: skip
@@ -142,6 +147,8 @@ _PORTABLE_FEATURES = {
     ), (64, 128)),
     "tree": HEAD_DIMS, "tree-packed": (64, 128), "tree-depths": (),
     "tree-all-options": (64, 128), "ranges": HEAD_DIMS, "ranges-packed": (64, 128),
+    "tangents": HEAD_DIMS[:-1], "tf32-tangents": HEAD_DIMS[:-1],
+    **dict.fromkeys(("tangents-all-options", "tangents-bias", "tangents-packed"), (64, 128)),
     "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (),
     "few-kv-heads-odd-length": (), "short": (), "long": (), "full": (128,),
@@ -374,6 +381,8 @@ def _compile(problem: Problem) -> list[tuple[str, KernelConfig, Any]]:
     options: dict[str, Any] = {"sinks": problem.sinks}
     if problem.family == "gluon":
         options["family"] = problem.family
+    if "tangents" in problem.feature:
+        options["tangents"] = True
     if problem.framework == "jax":
         options["shared_memory"] = problem.shared_memory
     if problem.family != "mosaic" and problem.shared_memory is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from twin_attention.contract.operands import (
+    DIFFERENTIABLE,
     AppendOperands,
     AttentionOperands,
     BlockSparseOperands,
@@ -44,8 +45,13 @@ def run_kernels(
     backend: Backend,
     *operands: Any,
     deterministic: Sequence[bool] = (False, True),
+    tangents: bool = False,
 ) -> list[Any]:
-    """Call every function of a family for a problem, with `operands_of`; return the results."""
+    """Call a family's functions for a problem, with `operands_of`; return the results.
+
+    tangents: forward mode, in place of backwards.
+    """
+    deterministic = () if tangents else deterministic
     family, run = backend.family, backend.family.function
     if isinstance(spec, PartialSpec):
         part, rounded, out, lse = operands
@@ -66,12 +72,19 @@ def run_kernels(
     if isinstance(spec, AttentionSpec):
         out, lse, *others = run("flash_fwd")(*operands, spec, backend)
         rest = others[0] if spec.terms else None
-        kinds = [replace(spec, deterministic=x, row_max=False) for x in deterministic]
-        return [out, lse, *others] + [
+        plain = replace(spec, row_max=False)
+        found = [out, lse, *others] + [
             run("flash_bwd")(out, lse, *operands, out, lse, rest, kind, backend)
-            for kind in kinds
+            for kind in (replace(plain, deterministic=x) for x in deterministic)
             if family.supports("flash_bwd", kind, backend.target) is None
         ]
+        if tangents:
+            (x,) = operands
+            of = x._make(
+                y if name in DIFFERENTIABLE else None for name, y in zip(x._fields, x, strict=True)
+            )
+            found += run("flash_jvp")(of, x, out, lse, rest, plain, backend)
+        return found
     *decoded, appended = operands
     found, append = [], spec if isinstance(spec, AppendSpec) else append_spec(spec)
     if not isinstance(spec, AppendSpec):

@@ -27,14 +27,16 @@ def compile_kernels(
     limit: Callable[[str], float] = lambda kernel: math.inf,
     sinks: bool = False,
     shared_memory: int | None = None,
+    tangents: bool = False,
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `pallas_attn` calls them.
 
     limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
+    tangents: compile forward mode in place of the backward.
     """
     backend = portable_backend("pallas_attn", target)
     # Its backward is always deterministic.
-    function = partial(run_kernels, spec, backend, deterministic=(False,))
+    function = partial(run_kernels, spec, backend, deterministic=(False,), tangents=tangents)
     operands = operands_of(spec, _empty, sinks)
     with _card(target, shared_memory), lowering.recording(limit) as compiled:
         jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))

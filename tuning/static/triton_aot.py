@@ -26,8 +26,11 @@ def compile_kernels(
     sinks: bool = False,
     device: str | None = None,
     family: str = "triton",
+    tangents: bool = False,
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `torch_attn` launches them, for both kinds of backwards.
+
+    With tangents compile forward mode in place of backwards.
 
     Raise NotImplementedError if the explicit kernels do not cover the problem.
 
@@ -41,7 +44,8 @@ def compile_kernels(
         if reason := chosen.supports(operation, spec, target):
             raise NotImplementedError(f"{family} on {target}: {reason}")
     with _driver(device or target), launch.recording(limit) as compiled:
-        run_kernels(spec, Backend(chosen, target), *operands_of(spec, _empty, sinks))
+        operands = operands_of(spec, _empty, sinks)
+        run_kernels(spec, Backend(chosen, target), *operands, tangents=tangents)
     return list({(name, x.hash): (name, config, x) for name, config, x in compiled}.values())
 
 

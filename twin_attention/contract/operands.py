@@ -19,6 +19,8 @@ WIDENED = ("sinks", "alibi_slopes")
 OF_VALUES = ("v_new", "v_pages")
 # Operands whose gradient a backward may leave out.
 FREEZABLE = ("sinks", "bias", "relative_bias")
+# Operands that may have tangents.
+DIFFERENTIABLE = ("q", "k", "v", *FREEZABLE)
 
 
 class FlashOperands(NamedTuple, Generic[X]):

@@ -68,7 +68,7 @@ class Family:
     def supports(self, operation: str, spec: Spec, target: str | None) -> str | None:
         """Return why the family leaves a problem out, or None."""
         missing = None
-        if operation != "flash_bwd" and invariant.is_asked_of(spec):
+        if operation not in invariant.DERIVATIVES and invariant.is_asked_of(spec):
             missing = invariant.lacks(spec)
             if not self.batch_invariant:
                 missing = "with batch_invariant only Triton kernels of torch_attn run"

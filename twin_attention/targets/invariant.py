@@ -10,6 +10,7 @@ from twin_attention.targets.kernels import Spec
 
 SPAN = 2048  # keys that are summed from nothing
 HEAD_DIM_MAX = 128  # with more, registers do not hold two sums of values
+DERIVATIVES = ("flash_bwd", "flash_jvp")  # promise no such bits
 _MOST_OF_PARTS = 2**28  # numbers of all spans' results together
 
 

@@ -181,6 +181,11 @@ KERNELS = {
         products=("d", "dv", "dv", "d"), accumulators=("d", "dv"),  # s, dp, dv, dk
         stationary="block_kv",
     ),
+    "flash_jvp": Kernel(
+        AttentionSpec, FlashConfig, "flash_jvp",
+        # s, dq·k, q·dk, (p ds)·v, p·dv; missing tangents cost none
+        products=("d", "d", "d", "dv", "dv"), accumulators=("dv",),
+    ),
     "paged_decode": Kernel(
         DecodeSpec, DecodeConfig, "paged_decode",
         products=("d", "dv"), accumulators=("dv",),  # s, p·v

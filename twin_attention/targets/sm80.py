@@ -18,6 +18,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention alone"
+    if operation == "flash_jvp":
+        return "it has no forward mode"
     if reason := too_wide(spec):
         return reason
     if spec.has_lists:

@@ -26,6 +26,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return _supports_paged(spec, target)
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention and paged attention alone"
+    if operation == "flash_jvp":
+        return "it has no forward mode"
     if isinstance(spec, BlockSparseSpec):
         if operation == "flash_bwd":
             return "its backward takes no block masks"

@@ -350,6 +350,7 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     return FlashCase(
         name, own.integer(1, 3), seq_q, seq_kv, **options, segments=segments,
         gradients=shared.chance(0.85), row_max=shared.chance(0.15), **_ranges(shared),
+        tangents=shared.chance(0.1),
     )  # fmt: skip
 
 
@@ -394,6 +395,7 @@ def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
     if is_long:
         options |= {"heads_q": shared.integer(1, 3), "heads_kv": 1}
     options |= {"row_max": shared.chance(0.15)} | _ranges(shared)
+    options["tangents"] = shared.chance(0.1)
     return VarlenCase(name, lengths, padding, **options)
 
 

@@ -46,7 +46,7 @@ def run_problem(problem: Problem, groups: list[list[Subject]], device: str) -> C
         known: dict[tuple[bool, ...], Values] = {}
 
         def values(subject: Subject, again: bool) -> Values:
-            key = again, subject.has_gradients, subject.has_dlse
+            key = again, subject.has_gradients, subject.has_dlse, subject.has_tangents
             if key not in known:
                 tell("the oracle")
                 known[key] = _values(problem, device, again, subject)

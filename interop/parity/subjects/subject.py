@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from twin_attention.interop.parity.cases import Case
-from twin_attention.interop.parity.inputs import GRADIENTS, Tensors
+from twin_attention.interop.parity.inputs import GRADIENTS, TANGENTS, Tensors
 
 # From a case, its inputs and names of operands without gradients: outputs and gradients by name.
 Run = Callable[..., Tensors]
@@ -19,6 +19,7 @@ class Subject:
         target: what is compiled for; None for nothing.
         has_lse, has_gradients, has_dlse: what it returns besides out; has_dlse if gradients flow
             through the log-sum-exp too.
+        has_tangents: it has forward mode.
         is_guarded: runs through torch's dispatcher with guarded memory as well.
     """
 
@@ -31,6 +32,7 @@ class Subject:
     has_gradients: bool
     has_dlse: bool
     is_guarded: bool
+    has_tangents: bool = False
 
     def supports(self, case: Case) -> str | None:
         """Return None, or the reason why not."""
@@ -51,7 +53,9 @@ class Subject:
 
 def taken_by(subject: Subject, inputs: Tensors) -> Tensors:
     """Return the inputs without gradients of what the subject does not return."""
-    dropped = GRADIENTS[subject.has_gradients * (1 + subject.has_dlse) :]
+    dropped = *GRADIENTS[subject.has_gradients * (1 + subject.has_dlse) :], *TANGENTS
+    if subject.has_tangents:
+        dropped = dropped[: -len(TANGENTS)]
     return {name: x for name, x in inputs.items() if name not in dropped}
 
 

@@ -27,6 +27,13 @@ QUICK = (
     "append-rotary-interleaved", "merge-bf16", "merge-no-state",
 )  # fmt: skip
 
+# Cases that run in forward mode too.
+WITH_TANGENTS = (
+    "fp32-causal", "tf32-causal", "all-options", "segments-shuffled", "tree-any", "ranges-any",
+    "bias-keys", "bias-all-options", "dropout-all-options", "strided", "one-token", "no-keys",
+    "varlen-all-options", "varlen-terms", "varlen-tree-any",
+)  # fmt: skip
+
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 C = TypeVar("C", bound=Case)
 Make = Callable[[], Iterator[C]]
@@ -44,4 +51,8 @@ def choose(suite: str, pattern: str, small: Make[C], full: Make[C], large: Make[
     """Return a suite's cases from these functions, whose names contain `pattern`."""
     makers = {"quick": [small], "small": [small], "full": [small, full], "large": [large]}[suite]
     found = [case for make in makers for case in make() if pattern in case.name]
-    return [case for case in found if suite != "quick" or case.name in QUICK]
+    return [
+        replace(case, **{"tangents": True} if case.name in WITH_TANGENTS else {})
+        for case in found
+        if suite != "quick" or case.name in QUICK
+    ]

@@ -68,6 +68,21 @@ def load_lse(lse2_ptr, terms, first, rows):
 
 
 @triton.jit
+def load_forward_lse(lse_ptr, terms, first, rows, exists):
+    """Load what `load_lse` does from a forward's lse, and its rest as terms.rest2.
+
+    A row that saw no key or does not exist has +inf, so that its p are 0.
+    """
+    lse = tl.load(lse_ptr + first + rows, mask=exists, other=float("inf"))
+    lse2, rest2 = tl.where(lse == float("-inf"), float("inf"), lse), 0
+    if terms.rest2 is None:
+        lse2 *= LOG2E
+    else:
+        rest2 = tl.load(terms.rest2 + first + rows, mask=exists, other=0.0) * LOG2E
+    return lse2, rest2
+
+
+@triton.jit
 def probabilities(s, lse2, rest2, terms, exp2_scale, OF_KEYS: tl.constexpr = False):
     """Compute p = exp(s - lse), with queries down, or keys down with OF_KEYS."""
     lse2 = lse2[None, :] if OF_KEYS else lse2[:, None]

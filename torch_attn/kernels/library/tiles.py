@@ -42,6 +42,9 @@ class FlashStrides(NamedTuple):
     v: Strides | None = None
     dout: Strides | None = None
     out: Strides | None = None
+    dq: Strides | None = None
+    dk: Strides | None = None
+    dv: Strides | None = None
 
 
 @triton.jit

@@ -5,7 +5,13 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.reference.formulas import backward, forward, weights_at
+from twin_attention.contract.reference.formulas import (
+    backward,
+    forward,
+    jvp,
+    weights_at,
+    with_zeros,
+)
 from twin_attention.contract.reference.visibility import (
     apply_ranges,
     apply_segments,
@@ -63,6 +69,32 @@ def attention_backward(
     added = added_scores(xp, operands, position, None, dtype)
     kept = _kept(xp, operands, spec, dtype, first)
     return backward(xp, dout, dlse, operands, spec, seen, dtype, added, position, kept)
+
+
+def attention_jvp(
+    tangents: FlashOperands,
+    operands: FlashOperands,
+    spec: AttentionSpec,
+    dtype: Any,
+    first: tuple[int, int] = (0, 0),
+) -> tuple[Array, Array]:
+    """Compute the tangents of `attention_forward`'s out and lse; None is a tangent of 0.
+
+    With ``ds = (scale · (dq kᵀ + q dkᵀ) + dbias) ∘ dcap``: ``dlse = rowsum(p ∘ ds)`` and
+    ``dout = (p ∘ (ds - dlse)) v + p dv``. A sink is a score without a value, so dlse has its
+    ``p dsink`` too. With dropout, both p of dout are multiplied by `dropout_weights`. A row that
+    sees no key gives 0, and 0 or its sink's tangent.
+    """
+    xp = array_namespace(operands.q)
+    tangents = with_zeros(xp, tangents, operands)
+    seen = visibility(xp, spec, device(operands.q))
+    seen = apply_ranges(xp, operands, apply_tree(xp, operands, spec, seen))
+    tangents, _, _ = apply_segments(xp, tangents, seen)
+    operands, seen, _ = apply_segments(xp, operands, seen)
+    position = positions(xp, operands, spec)
+    added, dadded = (added_scores(xp, x, position, None, dtype) for x in (operands, tangents))
+    kept = _kept(xp, operands, spec, dtype, first)
+    return jvp(xp, tangents, operands, spec, seen, dtype, added, dadded, kept)
 
 
 def _kept(

@@ -9,6 +9,7 @@ from typing import Any
 
 from twin_attention.contract.dropout import dropout_weights
 from twin_attention.contract.operands import (
+    DIFFERENTIABLE,
     BlockSparseOperands,
     FlashOperands,
     PartialOperands,
@@ -115,6 +116,61 @@ def backward(
         dsinks,
         **of_terms,
     )
+
+
+def jvp(
+    xp: Any,
+    tangents: FlashOperands,
+    operands: FlashOperands,
+    spec: AttentionSpec,
+    seen: Array | None,
+    dtype: Any,
+    added: Array | None = None,
+    dadded: Array | None = None,
+    kept: Array | None = None,
+) -> tuple[Array, Array]:
+    """Compute the tangents of `forward`'s out and lse, by the formulas of `attention_jvp`.
+
+    tangents: as `with_zeros` returns them. dadded: the tangent of `added`.
+    """
+    q, k, v = by_kv_head(xp, operands, spec, dtype)
+    dq, dk, dv = by_kv_head(xp, tangents, spec, dtype)
+    s, dcap = scores(xp, q, k, spec, seen, added)
+    sink, dsink = (
+        sinks_of_rows(xp, x.sinks, spec, spec.seq_q, dtype) for x in (operands, tangents)
+    )
+    p, p_sink, _ = normalize(xp, s, sink)
+    ds = product(xp, dq, xp.matrix_transpose(k), spec)
+    ds = (ds + product(xp, q, xp.matrix_transpose(dk), spec)) * spec.scale
+    if dadded is not None:
+        shape = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
+        ds = ds + xp.reshape(xp.broadcast_to(dadded, shape), ds.shape)
+    if dcap is not None:
+        ds = ds * dcap
+    ds = xp.where(p == 0, xp.zeros_like(ds), ds)  # what is added to a hidden pair may be NaN
+    dlse = xp.sum(p * ds, axis=-1, keepdims=True)
+    if p_sink is not None:
+        dlse = dlse + p_sink * dsink
+    dp = p * (ds - dlse)
+    if kept is not None:
+        kept = xp.reshape(kept, p.shape)
+        p, dp = p * kept, dp * kept
+    dout = product(xp, dp, v, spec) + product(xp, p, dv, spec)
+    return to_heads(xp, dout, spec), xp.reshape(dlse, (spec.batch, spec.heads_q, spec.seq_q))
+
+
+def with_zeros(xp: Any, tangents: Any, operands: Any) -> Any:
+    """Return operands with their tangents in place of values, 0 where there is none.
+
+    Integers stay, and slopes, which are constants, are left out.
+    """
+    values = {name: getattr(operands, name, None) for name in DIFFERENTIABLE}
+    found = {
+        name: xp.zeros_like(x) if getattr(tangents, name) is None else getattr(tangents, name)
+        for name, x in values.items()
+        if x is not None
+    }
+    return operands._replace(alibi_slopes=None, **found)
 
 
 def by_kv_head(

@@ -5,7 +5,13 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
-from twin_attention.contract.reference.formulas import backward, forward, weights_at
+from twin_attention.contract.reference.formulas import (
+    backward,
+    forward,
+    jvp,
+    weights_at,
+    with_zeros,
+)
 from twin_attention.contract.reference.visibility import (
     clear_padding,
     in_branch,
@@ -44,6 +50,20 @@ def varlen_backward(
         found.q[0, ...], found.k[0, ...], found.v[0, ...], None, None, found.sinks,
         relative_bias=found.relative_bias,
     )  # fmt: skip
+
+
+def varlen_jvp(
+    tangents: VarlenOperands, operands: VarlenOperands, spec: VarlenSpec, dtype: Any
+) -> tuple[Array, Array]:
+    """Compute the tangents of `varlen_forward`'s out and lse, 0 for padding."""
+    xp = array_namespace(operands.q)
+    tangents = with_zeros(xp, tangents, operands)
+    dbatch, *_ = _as_one_sequence(xp, tangents, spec)
+    batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
+    added, dadded = (added_scores(xp, x, position, sequence, dtype) for x in (operands, tangents))
+    kept = _kept_of_packed(xp, operands, spec, dtype, sequence, position)
+    dout, dlse = jvp(xp, dbatch, batch, spec, seen, dtype, added, dadded, kept)
+    return dout[0, ...], dlse[0, ...]
 
 
 def _kept_of_packed(

@@ -11,10 +11,12 @@ from pallas_attn.kernels.library.sequences import (
     first_tile,
     locate_tile,
 )
+from pallas_attn.kernels.library.softmax import LOG2E, lse_to_subtract
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     arange,
     load_padded_rows,
+    load_rows,
     load_tile,
     rows_from,
 )
@@ -96,3 +98,12 @@ def load_prepared(ref, first, start, block, member=None, across=False):
         return None
     x = load_padded_rows(rows_from(ref, first), start, block, member)
     return x[None, :] if across else x[:, None]
+
+
+def load_forward_lse(lse_ref, rest_ref, rows):
+    """Load what `load_prepared` does from a forward's lse and its rest."""
+    own = rows.start, rows.end, rows.rows.shape[0]
+    lse, rest2 = load_rows(lse_ref, *own, float("inf")), None
+    if rest_ref is not None:
+        rest2 = (load_rows(rest_ref, *own, 0.0) * LOG2E)[:, None]
+    return lse_to_subtract(lse, in_base_2=rest_ref is None)[:, None], rest2

@@ -4,7 +4,12 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.library.intervals import in_interval
 from pallas_attn.kernels.library.query_ranges import in_ranges
-from pallas_attn.kernels.library.scores import attention_mask, attention_scores, softcap_derivative
+from pallas_attn.kernels.library.scores import (
+    attention_mask,
+    attention_scores,
+    dot,
+    softcap_derivative,
+)
 from pallas_attn.kernels.library.terms import added_scores
 from pallas_attn.kernels.library.tree import in_branch
 
@@ -41,3 +46,16 @@ def pair_scores(a, b, mask, terms, rule, rows, others, window, masked, of_keys=F
         seen = in_branch(mask, rows, others, of_keys)
         s = jnp.where(seen if in_range is None else seen | in_range, s, float("-inf"))
     return s, dcap
+
+
+def pair_tangents(q, k, dq, dk, dterms, rule, rows, keys, masked):
+    """Compute the tangent of a tile's scores before the cap, float32; dq and dk may be None."""
+    ds = jnp.zeros((rows.rows.shape[0], keys.rows.shape[0]), jnp.float32)
+    if dq is not None:
+        ds = ds + dot(dq, k.T, rule.precision)
+    if dk is not None:
+        ds = ds + dot(q, dk.T, rule.precision)
+    ds = ds * rule.scale
+    for x in added_scores(dterms, rows, keys, masked, False):
+        ds = ds + x
+    return ds

@@ -69,6 +69,21 @@ def pair_scores(
 
 
 @triton.jit
+def pair_tangents(q, k, dq, dk, dterms, rule, rows, keys, MASKED: tl.constexpr):
+    """Compute the tangent of a tile's scores before the cap, float32; dq and dk may be None."""
+    ds = tl.zeros([rows.rows.shape[0], keys.rows.shape[0]], tl.float32)
+    if dq is not None:
+        ds = tl.dot(dq, tl.trans(k), ds, input_precision=rule.precision)
+    if dk is not None:
+        ds = tl.dot(q, tl.trans(dk), ds, input_precision=rule.precision)
+    ds = ds * rule.scale
+    added = added_scores(dterms, rows, keys, MASKED, False)
+    for i in tl.static_range(len(added)):
+        ds = ds + added[i]
+    return ds
+
+
+@triton.jit
 def store_gradients(terms, ds, queries, keys):
     """Store a tile's part of the gradients of terms that no two pairs share."""
     if terms.dbias.entries is not None:
