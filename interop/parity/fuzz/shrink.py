@@ -181,11 +181,11 @@ def _with(problem: Problem, **changes: Any) -> Problem:
 
 _PLAIN = (
     "batch_invariant", "latent", "tangents", "row_max", "dropout_rate", "bias", "relative",
-    "terms_in_q_dtype", "alibi", "sinks", "segments", "depths", "tree", "ranges", "softcap", "window_size", "scale",
-    "deterministic", "precision", "dtype", "causal", "gradients", "head_dim_v", "padding",
-    "rotary_dim", "rotary_interleaved", "kv_dtype", "scale_shape", "num_splits", "cascade",
-    "common_pages", "own_masks", "tile_q", "tile_kv", "page_size", "positions", "exchange",
-    "documents", "sharding",
+    "terms_in_q_dtype", "alibi", "sinks", "segments", "depths", "tree", "ranges", "softcap",
+    "window_size", "scale", "deterministic", "precision", "dtype", "causal", "gradients",
+    "head_dim_v", "padding", "rotary_dim", "rotary_interleaved", "kv_dtype", "scale_shape",
+    "num_splits", "cascade", "common_pages", "own_masks", "tile_q", "tile_kv", "page_size",
+    "positions", "exchange", "documents", "sharding",
 )  # fmt: skip
 _COUNTS = ("batch", "ranks", "seq_q", "seq_kv", "tokens", "num_states", "heads", "max_pages")
 _CHANGES: tuple[Change, ...] = (
