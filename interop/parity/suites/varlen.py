@@ -25,13 +25,10 @@ def _small_varlen() -> Iterator[VarlenCase]:
         window_size=(24, None), softcap=20.0, sinks=True, scale=0.2, dtype="float16",
     )  # fmt: skip
     yield replace(base, name="varlen-row-max", lengths=lengths, row_max=True, sinks=True)
-    yield replace(base, name="varlen-relative", relative=9, causal=False)
     yield replace(
         base, name="varlen-terms", lengths=lengths, relative=30, alibi="all", head_dim=32,
         window_size=(24, None), softcap=20.0, dtype="float16",
     )  # fmt: skip
-    yield replace(base, name="varlen-dropout", lengths=lengths, dropout_rate=0.3, head_dim=32)
-    yield replace(base, name="varlen-tree", tree="nested")
     yield replace(
         base, name="varlen-tree-any", lengths=lengths, tree="any", depths=True, head_dim=32,
         window_size=(12, None), dtype="float16",
@@ -40,12 +37,16 @@ def _small_varlen() -> Iterator[VarlenCase]:
         base, name="varlen-ranges", lengths=((17, 50), (0, 5), (33, 20), (70, 70)), ranges="both",
         window_size=(12, None), relative=9,
     )  # fmt: skip
-    yield replace(base, name="varlen-ranges-any", ranges="any", tree="any", sinks=True)
-    yield replace(base, name="varlen-deterministic", padding=(0, 0), heads_q=4, deterministic=True)
     yield replace(base, name="varlen-all-padding", lengths=())
 
 
 def _full_varlen() -> Iterator[VarlenCase]:
+    base, lengths = VarlenCase(""), ((17, 50), (0, 5), (33, 20), (4, 0))
+    yield replace(base, name="varlen-relative", relative=9, causal=False)
+    yield replace(base, name="varlen-dropout", lengths=lengths, dropout_rate=0.3, head_dim=32)
+    yield replace(base, name="varlen-tree", tree="nested")
+    yield replace(base, name="varlen-ranges-any", ranges="any", tree="any", sinks=True)
+    yield replace(base, name="varlen-deterministic", padding=(0, 0), heads_q=4, deterministic=True)
     lengths = ((333, 333), (1, 1), (0, 0), (127, 400), (400, 127), (64, 0), (0, 64), (256, 256))
     base = VarlenCase("varlen-full", lengths, (70, 40), heads_q=4)
     for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
