@@ -137,6 +137,7 @@ def test_ranges_of_all_keys_are_no_mask(side, implementation, torch_device):
     lengths = ((70, 70), (90, 40), (33, 65))
     case = VarlenCase("all keys", lengths, (63, 9), head_dim=16, dtype="float32")
     inputs = make_inputs(case, torch_device)
+    inputs = {name: x for name, x in inputs.items() if name not in ("dout", "dlse")}
     options = case.options | {"implementation": implementation}
     ranges = torch.tensor([[[0, 2**31 - 1]]], dtype=torch.int32, device=torch_device)
     shown = inputs | {"q_ranges": ranges.repeat(case.spec.seq_q, 1, 1)}

@@ -13,7 +13,7 @@ from twin_attention.interop.parity.inputs import make_inputs
 NEAR = {"dtype": "bfloat16", "seq_q": 130, "seq_kv": 130, "window_size": None, "relative": 2}
 OPTIONS = {
     test_terms: [
-        {"scale": 0.0, "relative": None, "alibi": "heads"},
+        {"scale": 0.0, "relative": 0, "alibi": "heads"},
         {"heads_q": 0, "heads_kv": 0},
         NEAR,
     ],
@@ -23,7 +23,7 @@ OPTIONS = {
     # The gradient of a bias is summed where it is broadcast.
     test_bias: [
         {"bias": "", "sinks": True},
-        {"bias": "q", "tree": "any", "causal": True},
+        {"bias": "q", "sinks": True},
         {"dtype": "float16", "scale": -0.3, "terms_in_q_dtype": True, "window_size": (20, 9)},
         {"seq_q": 1},
         {"seq_kv": 0, "bias": "hqk", "alibi": "all", "relative": 9, "dropout_rate": 0.3},

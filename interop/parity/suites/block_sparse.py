@@ -16,7 +16,6 @@ def block_sparse_cases(suite: str = "small", pattern: str = "") -> list[BlockSpa
 
 def _small_block_sparse() -> Iterator[BlockSparseCase]:
     base = BlockSparseCase("", batch=1, seq_q=130, seq_kv=200, head_dim=16)
-    yield replace(base, name="block-sparse-causal", causal=True, own_masks="heads")
     yield replace(base, name="block-sparse-fp32", seq_q=70, heads_q=4, tile_kv=128, dtype="float32")
     yield replace(
         base, name="block-sparse-all-options", batch=2, seq_kv=130, heads_kv=1, own_masks="all",
@@ -26,6 +25,8 @@ def _small_block_sparse() -> Iterator[BlockSparseCase]:
 
 
 def _full_block_sparse() -> Iterator[BlockSparseCase]:
+    base = BlockSparseCase("", batch=1, seq_q=130, seq_kv=200, head_dim=16)
+    yield replace(base, name="block-sparse-causal", causal=True, own_masks="heads")
     for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
         base = BlockSparseCase(
             f"block-sparse-full-{short}",

@@ -39,11 +39,6 @@ def _small() -> Iterator[FlashCase]:
         base, name="segments-shuffled", segments="shuffled", batch=2, seq_q=70, seq_kv=90,
         heads_kv=1, dtype="float16",
     )  # fmt: skip
-    yield replace(
-        base, name="segments-all-options", segments="documents", seq_q=97, heads_q=4, head_dim=72,
-        head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
-        deterministic=True,
-    )  # fmt: skip
     # Ends before their key, behind all keys, and of no tree.
     yield replace(
         base, name="tree-any", tree="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1, causal=True,
@@ -59,18 +54,11 @@ def _small() -> Iterator[FlashCase]:
         base, name="ranges-any", ranges="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1,
         window_size=(9, 3), dtype="float16",
     )  # fmt: skip
-    yield replace(
-        base, name="ranges-all-options", ranges="both", bias="qk", relative=20, alibi="heads",
-        batch=2, segments="documents", tree="nested", depths=True, seq_q=97, heads_q=4, head_dim=72,
-        head_dim_v=48, causal=True, window_size=(20, None), softcap=30.0, sinks=True, scale=0.2,
-        dropout_rate=0.2,
-    )  # fmt: skip
     # Distances on both sides, none of them clipped, with rows that have no key.
     yield replace(
         base, name="relative-wide", relative=300, seq_q=131, seq_kv=37, heads_q=4, heads_kv=2,
         dtype="float16", window_size=(60, 9), terms_in_q_dtype=True,
     )  # fmt: skip
-    yield replace(base, name="relative-one", relative=0, dtype="float32", head_dim=32)
     # The kernel of dq stores the bias gradient, summed over sequences, heads, rows and keys.
     yield replace(base, name="bias", bias="bhqk", causal=True, heads_q=4)
     yield replace(
@@ -78,19 +66,10 @@ def _small() -> Iterator[FlashCase]:
         window_size=(40, 9),
     )  # fmt: skip
     yield replace(
-        base, name="bias-all-options", bias="qk", relative=20, alibi="heads", batch=2,
+        base, name="bias-all-options", bias="qk", relative=20, alibi="all", batch=2,
         segments="documents", tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48,
         causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
         dropout_rate=0.2, dtype="float16",
-    )  # fmt: skip
-    yield replace(
-        base, name="dropout-all-options", dropout_rate=0.5, seq_q=61, seq_kv=97, head_dim=72,
-        head_dim_v=48, dtype="float16", window_size=(40, 9), relative=20, softcap=30.0, sinks=True,
-    )  # fmt: skip
-    yield replace(
-        base, name="terms-all-options", relative=31, alibi="all", batch=2, segments="documents",
-        tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48, causal=True,
-        window_size=(40, None), softcap=30.0, sinks=True, scale=0.2, deterministic=True,
     )  # fmt: skip
     yield replace(base, name="deterministic", causal=True, deterministic=True)
     yield replace(base, name="strided", layout="strided", causal=True)
@@ -101,6 +80,27 @@ def _small() -> Iterator[FlashCase]:
 
 def _full() -> Iterator[FlashCase]:
     base = FlashCase("", batch=1, seq_q=160, seq_kv=160, heads_q=2, heads_kv=2)
+    yield replace(
+        base, name="segments-all-options", segments="documents", seq_q=97, heads_q=4, head_dim=72,
+        head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
+        deterministic=True,
+    )  # fmt: skip
+    yield replace(
+        base, name="ranges-all-options", ranges="both", bias="qk", relative=20, alibi="heads",
+        batch=2, segments="documents", tree="nested", depths=True, seq_q=97, heads_q=4, head_dim=72,
+        head_dim_v=48, causal=True, window_size=(20, None), softcap=30.0, sinks=True, scale=0.2,
+        dropout_rate=0.2,
+    )  # fmt: skip
+    yield replace(base, name="relative-one", relative=0, dtype="float32", head_dim=32)
+    yield replace(
+        base, name="dropout-all-options", dropout_rate=0.5, seq_q=61, seq_kv=97, head_dim=72,
+        head_dim_v=48, dtype="float16", window_size=(40, 9), relative=20, softcap=30.0, sinks=True,
+    )  # fmt: skip
+    yield replace(
+        base, name="terms-all-options", relative=31, alibi="all", batch=2, segments="documents",
+        tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48, causal=True,
+        window_size=(40, None), softcap=30.0, sinks=True, scale=0.2, deterministic=True,
+    )  # fmt: skip
     yield replace(base, name="bf16")
     yield replace(base, name="fp16-causal", causal=True, dtype="float16")
     yield replace(base, name="gqa", heads_q=4, heads_kv=2, causal=True)

@@ -16,7 +16,6 @@ def varlen_cases(suite: str = "small", pattern: str = "") -> list[VarlenCase]:
 
 def _small_varlen() -> Iterator[VarlenCase]:
     base = VarlenCase("")
-    yield replace(base, name="varlen-bf16")
     yield replace(base, name="varlen-fp32", dtype="float32", causal=False, head_dim=32)
     # Sequences with more queries than keys, without queries, without keys.
     lengths = ((17, 50), (0, 5), (33, 20), (4, 0))
@@ -37,15 +36,16 @@ def _small_varlen() -> Iterator[VarlenCase]:
         base, name="varlen-ranges", lengths=((17, 50), (0, 5), (33, 20), (70, 70)), ranges="both",
         window_size=(12, None), relative=9,
     )  # fmt: skip
+    yield replace(base, name="varlen-ranges-any", ranges="any", tree="any", sinks=True)
     yield replace(base, name="varlen-all-padding", lengths=())
 
 
 def _full_varlen() -> Iterator[VarlenCase]:
     base, lengths = VarlenCase(""), ((17, 50), (0, 5), (33, 20), (4, 0))
+    yield replace(base, name="varlen-bf16")
     yield replace(base, name="varlen-relative", relative=9, causal=False)
     yield replace(base, name="varlen-dropout", lengths=lengths, dropout_rate=0.3, head_dim=32)
     yield replace(base, name="varlen-tree", tree="nested")
-    yield replace(base, name="varlen-ranges-any", ranges="any", tree="any", sinks=True)
     yield replace(base, name="varlen-deterministic", padding=(0, 0), heads_q=4, deterministic=True)
     lengths = ((333, 333), (1, 1), (0, 0), (127, 400), (400, 127), (64, 0), (0, 64), (256, 256))
     base = VarlenCase("varlen-full", lengths, (70, 40), heads_q=4)
