@@ -108,6 +108,12 @@ def attention(side: Side, inputs: Tensors, **options: Any) -> Tensors:
     return sides.results(side, "flash_attention", inputs, **options)
 
 
+def by_reference(inputs: Tensors, function: str = "flash_attention", **options: Any) -> Tensors:
+    """Return torch's reference results, which XLA need not compile: what a law compares with."""
+    side = TorchSide(inputs["q"].device.type)
+    return sides.results(side, function, inputs, **options | {"implementation": "reference"})
+
+
 @contextmanager
 def _skipped_if_unsupported(implementation: str | None) -> Iterator[None]:
     try:

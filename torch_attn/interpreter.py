@@ -19,6 +19,7 @@ It uses the private ``triton.runtime.interpreter``. If a name is missing, this i
   `_Builder` gives it operands in TF32, a row at a time.
 - `_Builder` turns off the slow integer overflow check, which does nothing without `debug`.
 - ``block_type`` and ``tensor`` compute the same sizes anew, which took a third of a launch.
+- The checks of an operation's operands took another third; `_Semantic` leaves most of them out.
 - ``tensor.__index__`` calls ``int`` on an array of one element in Triton 3.6; NumPy 2.4 refuses it.
 """
 
@@ -29,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, update_wrapper
+from functools import cache, lru_cache, update_wrapper
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -50,8 +51,8 @@ NAMES = (
     "InterpreterBuilder.create_fp_to_fp", "InterpreterBuilder.create_masked_load",
     "InterpreterBuilder.create_masked_store", "InterpreterBuilder.set_grid_dim",
     "InterpreterBuilder.set_grid_idx", "_LangPatchScope.restore", "_LangPatchScope.set_attr",
-    "_get_np_dtype", "_implicit_cvt", "_ir.INPUT_PRECISION.TF32", "_patch_lang",
-    "interpreter_builder", "interpreter_semantic",
+    "TritonSemantic.binary_op_type_checking_impl", "_get_np_dtype", "_implicit_cvt",
+    "_ir.INPUT_PRECISION.TF32", "_patch_lang", "interpreter_builder", "interpreter_semantic",
 )  # fmt: skip
 attrgetter(*NAMES)(interpreter)  # a missing one raises AttributeError
 
@@ -145,10 +146,36 @@ class _Builder(InterpreterBuilder):
         return TensorHandle(found.data[..., 0, :], found.dtype.scalar)
 
 
+class _Semantic(TritonSemantic):
+    """Triton's rules of types, without their checks for operands that need none."""
+
+    def binary_op_type_checking_impl(self, lhs, rhs, *rules: bool, **more_rules: bool):
+        for tensor, number in ((lhs, rhs), (rhs, lhs)):
+            if type(tensor) is tl.tensor and type(number) in _NUMBERS.get(tensor.dtype.name, ()):
+                shape = tuple(getattr(tensor.type, "shape", ()))
+                constant = _constant(repr(number), tensor.dtype.name, shape)  # 0.0 is not -0.0
+                return (lhs, constant) if tensor is lhs else (constant, rhs)
+        if type(lhs) is type(rhs) is tl.tensor:
+            is_same = lhs.dtype.name == rhs.dtype.name and lhs.shape is rhs.shape
+            if is_same and lhs.dtype.name in _NUMBERS:
+                return lhs, rhs
+        return super().binary_op_type_checking_impl(lhs, rhs, *rules, **more_rules)
+
+
 _builder = _Builder()
-_semantic = TritonSemantic(_builder)
+_semantic = _Semantic(_builder)
+_NUMBERS = {"int32": (int,), "float32": (int, float)}  # that an operation gives a tensor's type
 _triton_init = tl.block_type.__init__
 _block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+@lru_cache(maxsize=1024)
+def _constant(number: str, dtype: str, shape: tuple[int, ...]) -> tl.tensor:
+    """Return a tensor of one number; one that int32 does not hold raises OverflowError."""
+    data = np.full(shape or 1, float(number) if dtype == "float32" else int(number), dtype)
+    data.flags.writeable = False
+    scalar = getattr(tl, dtype)
+    return tl.tensor(TensorHandle(data, scalar), tl.block_type(scalar, shape) if shape else scalar)
 
 
 def _as_tf32(value: TensorHandle) -> TensorHandle:

@@ -38,7 +38,8 @@ PAIRS = {
     "triton in JAX": (("pallas_attn", "torch_triton"), ("torch_attn", "triton")),
     "mosaic in torch": (("torch_attn", "mosaic"), ("pallas_attn", "mosaic")),
 }
-ALL = [case for cases in KINDS for case in cases("small") if not case.spec.is_empty]
+NAMED = [case for cases in KINDS for case in cases("full") if "full" not in case.name]
+ALL = [case for case in NAMED if not case.spec.is_empty]
 SEVERAL_PAIRS = [x for x in ALL if isinstance(x, DilatedCase) and len(x.dilation_rates) > 1]
 ONE_PAIR = [
     replace(

@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from tests.sides import attention
+from tests.sides import by_reference
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.interop.exchange import to_torch
 from twin_attention.interop.parity.cases import BlockSparseCase
@@ -47,8 +47,7 @@ def mask_of(inputs, *rows):
 def test_all_tiles_are_flash_attention(side, inputs):
     plain = {name: x for name, x in inputs.items() if name != "block_mask"}
     inputs["block_mask"] = torch.ones_like(inputs["block_mask"])
-    want = attention(side, plain, **CASE.options, implementation="reference")
-    assert_same(sparse(side, inputs), want)
+    assert_same(sparse(side, inputs), by_reference(plain, **CASE.options))
 
 
 def test_a_dropped_tile_has_no_influence(side, inputs):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.sides import attention
+from tests.sides import attention, by_reference
 from twin_attention.interop.parity.cases import DilatedCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import results
@@ -35,10 +35,9 @@ def assert_close(got, want):
         torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5)
 
 
-def test_one_whole_segment_is_flash_attention(bitwise_side, inputs):
-    options = SHARED | {"implementation": "triton"}
-    want = attention(bitwise_side, inputs, **options)
-    assert_equal(dilated(bitwise_side, inputs, (48,), (1,), **options), want)
+def test_one_whole_segment_is_flash_attention(side, inputs):
+    got = dilated(side, inputs, (48,), (1,), implementation="triton")
+    assert_close(got, by_reference(inputs, **SHARED))
 
 
 def test_segments_are_sequences(side, inputs):
@@ -68,11 +67,11 @@ def test_a_pair_given_twice_counts_twice(side, inputs):
     assert_close(got, want)
 
 
-def test_sequences_do_not_meet(bitwise_side, inputs):
-    want = dilated(bitwise_side, inputs, (12, 24, 16), (1, 2, 4))
+def test_sequences_do_not_meet(side, inputs):
+    want = dilated(side, inputs, (12, 24, 16), (1, 2, 4))
     changed = {name: torch.cat([x[:1], torch.full_like(x[1:], torch.nan)])
                for name, x in inputs.items()}  # fmt: skip
-    got = dilated(bitwise_side, changed, (12, 24, 16), (1, 2, 4))
+    got = dilated(side, changed, (12, 24, 16), (1, 2, 4))
     assert_equal({n: x[:1] for n, x in got.items()}, {n: x[:1] for n, x in want.items()})
 
 

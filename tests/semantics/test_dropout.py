@@ -4,7 +4,7 @@ import pytest
 import torch
 from array_api_compat import array_namespace
 
-from tests.sides import EXPLICIT, attention
+from tests.sides import EXPLICIT, attention, by_reference
 from twin_attention.contract.dropout import LEVELS, DropoutRule, dropout_weights
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
@@ -30,7 +30,7 @@ def weights(seed, batch, heads, seq_q, seq_kv, rate):
 @pytest.mark.parametrize("rate", [0.1, 1 - 1 / LEVELS])
 def test_drops_the_same_probabilities(side, implementation, torch_device, rate):
     """With equal scores and the identity as values, out has the weights."""
-    seq_q, seq_kv = 150, 144
+    seq_q, seq_kv = 70, 72
     seed = torch.tensor([-7, 123456789], dtype=torch.int32, device=torch_device)
     q = torch.zeros(2, seq_q, 2, 16, device=torch_device)
     k = torch.zeros(2, seq_kv, 1, 16, device=torch_device)
@@ -48,18 +48,17 @@ def test_a_part_drops_what_the_whole_does(side, implementation, torch_device):
     """The part is the second element and head, as its seed says."""
     dtype = "bfloat16" if implementation in EXPLICIT else "float32"
     case = replace(CASE, heads_kv=2, dtype=dtype)
-    operands = make_inputs(case, torch_device)
-    dout, _ = operands.pop("dout"), operands.pop("dlse", None)
-    options = case.options | {"implementation": implementation}
-    whole = side.call("flash_attention", operands, [dout], **options)
+    inputs = make_inputs(case, torch_device)
+    del inputs["dlse"]
+    whole = by_reference(inputs, **case.options)
     cut = lambda x: x[1:, :, 1:].contiguous()  # noqa: E731
-    seed = operands["dropout_seed"]
-    part = {name: cut(operands[name]) for name in "qkv"}
+    seed = inputs["dropout_seed"]
+    part = {name: cut(inputs[name]) for name in ("q", "k", "v", "dout")}
     part["dropout_seed"] = torch.cat([seed, torch.ones_like(seed)])
-    found = side.call("flash_attention", part, [cut(dout)], **options)
+    found = run(side, case, part, implementation)
     tolerances = {"rtol": 1e-4, "atol": 1e-5} if dtype == "float32" else {}
-    for x, y in zip(found, whole, strict=True):
-        torch.testing.assert_close(x, cut(y), **tolerances)
+    for name in ("out", "dq", "dk", "dv"):
+        torch.testing.assert_close(found[name], cut(whole[name]), **tolerances)
 
 
 def test_drops_the_share_that_was_asked_for():
@@ -80,13 +79,11 @@ def test_a_packed_sequence_drops_what_an_element_of_a_batch_does(
     inputs = make_inputs(replace(CASE, causal=True), torch_device)
     options = replace(CASE, causal=True).options | {"implementation": implementation}
     operands = {name: x for name, x in inputs.items() if name not in ("dout", "dlse")}
-    by_reference = options | {"implementation": "reference"}
-    dense = side.call("flash_attention", operands, [inputs["dout"]], **by_reference)
+    dense = by_reference({x: y for x, y in inputs.items() if x != "dlse"}, **options)
     packed = {n: x.flatten(0, 1) if n in "qkv" else x for n, x in operands.items()}
     for name, size in (("q", 70), ("kv", 80)):
         offsets = torch.tensor([0, size, 2 * size], dtype=torch.int32, device=torch_device)
         packed[f"cu_seqlens_{name}"] = offsets
     found = side.call("flash_attention_varlen", packed, [inputs["dout"].flatten(0, 1)], **options)
-    assert len(found) == len(dense) == 4
-    for x, y in zip(found, dense, strict=True):
+    for x, y in zip(found, (dense[x] for x in ("out", "dq", "dk", "dv")), strict=True):
         torch.testing.assert_close(x, y.flatten(0, 1), rtol=1e-4, atol=1e-5)

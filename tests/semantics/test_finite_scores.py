@@ -37,7 +37,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_any_number_may_hide_keys(side, implementation, torch_device, case):
-    for value in VALUES:
+    every = case.name in ("rows", "packed")
+    for value in VALUES if every else VALUES[1::2]:
         inputs = make_inputs(case, torch_device)
         hide(inputs, value)
         options = {"implementation": implementation, **case.options}

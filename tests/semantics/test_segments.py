@@ -4,10 +4,9 @@ from itertools import accumulate
 import torch
 
 from tests.oracle import assert_within_budget
-from tests.sides import attention
+from tests.sides import attention, by_reference
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
-from twin_attention.interop.parity.sides import results
 from twin_attention.targets.config import use_configs
 
 CASE = FlashCase(
@@ -28,33 +27,31 @@ def ids(*lengths: int, like: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def test_documents_are_as_packed_sequences(side, implementation, torch_device):
-    """Other tests hold packed sequences to their sequences one by one."""
+def test_documents_are_as_packed_sequences(torch_device):
+    """In the formula, which cases hold the kernels to."""
     lengths_q, lengths_kv = (30, 1, 0, 45), (20, 9, 5, 52)
-    options = CASE.options | {"implementation": implementation, "causal": False}
+    options = CASE.options | {"causal": False}
     inputs = make_inputs(replace(CASE, segments=""), torch_device)
     inputs["q_segment_ids"] = ids(*lengths_q, like=inputs["q"])
     inputs["kv_segment_ids"] = ids(*lengths_kv, like=inputs["k"])
-    got = attention(side, inputs, **options)
-    assert_within_budget(got, inputs, replace(CASE, causal=False).spec)
+    got = by_reference(inputs, **options)
     names = ("q", "k", "v", "sinks", "dout", "dlse")
     packed = {name: inputs[name] if name == "sinks" else inputs[name][0] for name in names}
     for name, lengths in (("cu_seqlens_q", lengths_q), ("cu_seqlens_kv", lengths_kv)):
         packed[name] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(torch_device)
-    options["implementation"] = "reference"
-    want = results(side, "flash_attention_varlen", packed, **options)
+    want = by_reference(packed, "flash_attention_varlen", **options)
     for name, x in want.items():
         y = got[name] if name == "dsinks" else got[name][0]
         torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
 
 
-def test_names_of_segments_and_what_padding_holds_do_not_matter(bitwise_side, torch_device):
+def test_names_of_segments_and_what_padding_holds_do_not_matter(side, torch_device):
     """Bit for bit, also with names that are far apart or the largest there is."""
     case = replace(CASE, segments="shuffled", seq_kv=70)
     inputs = make_inputs(case, torch_device)
     options = case.options | {"implementation": "triton"}
     with use_configs(SMALL_TILES):
-        got = attention(bitwise_side, inputs, **options)
+        got = attention(side, inputs, **options)
         assert_within_budget(got, inputs, case.spec)
         names = torch.tensor([2**31 - 1, 3, 2**30, 0, 5, 1, 9, 8, 7, 6], device=torch_device)
         for name, of in (("q", "q"), ("k", "kv"), ("v", "kv"), ("dout", "q")):
@@ -63,7 +60,7 @@ def test_names_of_segments_and_what_padding_holds_do_not_matter(bitwise_side, to
         for name in ("q_segment_ids", "kv_segment_ids"):
             old = inputs[name]
             inputs[name] = torch.where(old < 0, -(2**31), names[old.clamp(0)]).int()
-        again = attention(bitwise_side, inputs, **options)
+        again = attention(side, inputs, **options)
     assert all(torch.equal(again[name], x) for name, x in got.items())
 
 

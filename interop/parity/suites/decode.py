@@ -24,11 +24,8 @@ def _small_decode() -> Iterator[DecodeCase]:
     yield replace(base, name="decode-fp16-one-split", dtype="float16", num_splits=1)
     # Several tiles, so that they are split.
     several = replace(base, lengths=(0, 1, 15, 16, 17, 304), max_pages=19)
-    yield replace(several, name="decode-tokens", tokens=4, num_splits=3)
     yield replace(base, name="decode-mha-d128", heads_q=2, head_dim=128)
     yield replace(base, name="decode-d80-dv72", head_dim=80, head_dim_v=72, heads_kv=1)
-    yield replace(base, name="decode-d512-dv264", head_dim=512, head_dim_v=264, heads_kv=1)
-    yield replace(base, name="decode-latent", **MLA)
     yield replace(several, name="decode-alibi", alibi="all", tokens=3, sinks=True, num_splits=3)
     yield replace(
         several, name="decode-latent-all-options", latent=True, head_dim=96,
@@ -55,6 +52,11 @@ def _small_decode() -> Iterator[DecodeCase]:
 
 
 def _full_decode() -> Iterator[DecodeCase]:
+    base = DecodeCase("", lengths=(0, 1, 15, 16, 17, 128))
+    several = replace(base, lengths=(0, 1, 15, 16, 17, 304), max_pages=19)
+    yield replace(several, name="decode-tokens", tokens=4, num_splits=3)
+    yield replace(base, name="decode-d512-dv264", head_dim=512, head_dim_v=264, heads_kv=1)
+    yield replace(base, name="decode-latent", **MLA)
     base = DecodeCase("decode-full", (0, 1, 63, 64, 65, 511, 700), page_size=64, max_pages=11)
     # So few keys that they are not split.
     few = replace(base, lengths=(0, 1, 63, 64, 65, 128, 129, 255, 256), max_pages=4)

@@ -15,7 +15,6 @@ def dilated_cases(suite: str = "small", pattern: str = "") -> list[DilatedCase]:
 
 def _small_dilated() -> Iterator[DilatedCase]:
     base = DilatedCase("", batch=1, seq_q=96, seq_kv=96, head_dim=16, segment_lengths=(24, 48, 96))
-    yield replace(base, name="dilated-causal", causal=True, heads_q=4, heads_kv=4)
     # Two lengths, so two calls, one without a copy; rates that do not divide the heads.
     yield replace(
         base, name="dilated-all-options", batch=2, heads_q=6, heads_kv=3, head_dim=24,
@@ -30,6 +29,8 @@ def _small_dilated() -> Iterator[DilatedCase]:
 
 
 def _full_dilated() -> Iterator[DilatedCase]:
+    base = DilatedCase("", batch=1, seq_q=96, seq_kv=96, head_dim=16, segment_lengths=(24, 48, 96))
+    yield replace(base, name="dilated-causal", causal=True, heads_q=4, heads_kv=4)
     base = DilatedCase(
         "dilated-full", 2, 768, 768, 4, 4, segment_lengths=(128, 256, 768),
         dilation_rates=(1, 2, 6),

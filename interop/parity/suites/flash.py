@@ -16,19 +16,11 @@ def flash_cases(suite: str = "small", pattern: str = "") -> list[FlashCase]:
 
 def _small() -> Iterator[FlashCase]:
     base = FlashCase("", batch=1, seq_q=160, seq_kv=160, heads_q=2, heads_kv=2)
-    yield replace(base, name="bf16")
     yield replace(base, name="bf16-causal", causal=True)
-    yield replace(base, name="fp16-causal", causal=True, dtype="float16")
     yield replace(base, name="fp32-causal", causal=True, dtype="float32")
     yield replace(base, name="tf32-causal", causal=True, dtype="float32", precision="tf32")
-    yield replace(base, name="gqa", heads_q=4, heads_kv=2, causal=True)
     yield replace(base, name="mqa-d128", heads_q=4, heads_kv=1, head_dim=128)
-    yield replace(base, name="prime-cross", seq_q=37, seq_kv=131, causal=True)
-    yield replace(base, name="more-queries", seq_q=131, seq_kv=37, causal=True)
-    yield replace(base, name="window", window_size=(48, 16))
-    yield replace(base, name="softcap", softcap=20.0, dtype="float16")
     yield replace(base, name="softcap-far", softcap=2.0, seq_kv=200, causal=True, sinks=True)
-    yield replace(base, name="d80-dv48", head_dim=80, head_dim_v=48)
     yield replace(
         base, name="d320-dv512", seq_q=37, seq_kv=50, heads_kv=1, head_dim=320, head_dim_v=512,
         causal=True, sinks=True,
@@ -37,27 +29,16 @@ def _small() -> Iterator[FlashCase]:
         base, name="all-options", seq_q=97, heads_q=4, heads_kv=2, head_dim=72, causal=True,
         window_size=(64, None), softcap=30.0, sinks=True, scale=0.2,
     )  # fmt: skip
-    # Queries without a key among them.
-    yield replace(
-        base, name="sinks", seq_q=131, seq_kv=37, heads_q=4, heads_kv=2, causal=True, sinks=True
-    )
     # Queries without a key, and sinks that are no scores.
     yield replace(
         base, name="row-max", seq_q=131, seq_kv=37, heads_q=4, heads_kv=2, causal=True, sinks=True,
         scale=-0.3, row_max=True,
     )  # fmt: skip
     yield replace(base, name="row-max-softcap", softcap=3.0, row_max=True, dtype="float16")
-    yield replace(base, name="segments", segments="documents", causal=True)
     yield replace(
         base, name="segments-shuffled", segments="shuffled", batch=2, seq_q=70, seq_kv=90,
         heads_kv=1, dtype="float16",
     )  # fmt: skip
-    yield replace(
-        base, name="segments-all-options", segments="documents", seq_q=97, heads_q=4, head_dim=72,
-        head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
-        deterministic=True,
-    )  # fmt: skip
-    yield replace(base, name="tree", tree="nested", causal=True)
     # Ends before their key, behind all keys, and of no tree.
     yield replace(
         base, name="tree-any", tree="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1, causal=True,
@@ -68,53 +49,27 @@ def _small() -> Iterator[FlashCase]:
         heads_q=4, head_dim=72, head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0,
         sinks=True, scale=0.2, deterministic=True,
     )  # fmt: skip
-    yield replace(base, name="ranges", ranges="both", causal=True)
     # Ranges outside the keys, backwards and empty.
     yield replace(
         base, name="ranges-any", ranges="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1,
         window_size=(9, 3), dtype="float16",
     )  # fmt: skip
-    yield replace(
-        base, name="ranges-all-options", ranges="both", bias="qk", relative=20, alibi="heads",
-        batch=2, segments="documents", tree="nested", depths=True, seq_q=97, heads_q=4, head_dim=72,
-        head_dim_v=48, causal=True, window_size=(20, None), softcap=30.0, sinks=True, scale=0.2,
-        dropout_rate=0.2,
-    )  # fmt: skip
-    yield replace(base, name="relative", relative=20, causal=True)
     # Distances on both sides, none of them clipped, with rows that have no key.
     yield replace(
         base, name="relative-wide", relative=300, seq_q=131, seq_kv=37, heads_q=4, heads_kv=2,
         dtype="float16", window_size=(60, 9), terms_in_q_dtype=True,
     )  # fmt: skip
-    yield replace(base, name="relative-one", relative=0, dtype="float32", head_dim=32)
-    yield replace(base, name="alibi", alibi="heads", causal=True)
     # The kernel of dq stores the bias gradient, summed over sequences, heads, rows and keys.
     yield replace(base, name="bias", bias="bhqk", causal=True, heads_q=4)
-    yield replace(base, name="bias-pairs", bias="hqk", seq_kv=97, batch=2, terms_in_q_dtype=True)
     yield replace(
         base, name="bias-keys", bias="bk", seq_q=61, seq_kv=97, dtype="float32", head_dim=32,
         window_size=(40, 9),
     )  # fmt: skip
     yield replace(
-        base, name="bias-all-options", bias="qk", relative=20, alibi="heads", batch=2,
+        base, name="bias-all-options", bias="qk", relative=20, alibi="all", batch=2,
         segments="documents", tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48,
         causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
         dropout_rate=0.2, dtype="float16",
-    )  # fmt: skip
-    # SM90's forward reads the bias by TMA: a fence, then a barrier.
-    yield replace(
-        base, name="bias-segments", bias="qk", segments="documents", batch=2, seq_q=131, seq_kv=208,
-        heads_q=4, head_dim=120, causal=True, dropout_rate=0.1,
-    )  # fmt: skip
-    yield replace(base, name="dropout", dropout_rate=0.2, causal=True, heads_q=4)
-    yield replace(
-        base, name="dropout-all-options", dropout_rate=0.5, seq_q=61, seq_kv=97, head_dim=72,
-        head_dim_v=48, dtype="float16", window_size=(40, 9), relative=20, softcap=30.0, sinks=True,
-    )  # fmt: skip
-    yield replace(
-        base, name="terms-all-options", relative=31, alibi="all", batch=2, segments="documents",
-        tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48, causal=True,
-        window_size=(40, None), softcap=30.0, sinks=True, scale=0.2, deterministic=True,
     )  # fmt: skip
     yield replace(base, name="deterministic", causal=True, deterministic=True)
     yield replace(
@@ -128,6 +83,52 @@ def _small() -> Iterator[FlashCase]:
 
 
 def _full() -> Iterator[FlashCase]:
+    base = FlashCase("", batch=1, seq_q=160, seq_kv=160, heads_q=2, heads_kv=2)
+    yield replace(
+        base, name="segments-all-options", segments="documents", seq_q=97, heads_q=4, head_dim=72,
+        head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
+        deterministic=True,
+    )  # fmt: skip
+    yield replace(
+        base, name="ranges-all-options", ranges="both", bias="qk", relative=20, alibi="heads",
+        batch=2, segments="documents", tree="nested", depths=True, seq_q=97, heads_q=4, head_dim=72,
+        head_dim_v=48, causal=True, window_size=(20, None), softcap=30.0, sinks=True, scale=0.2,
+        dropout_rate=0.2,
+    )  # fmt: skip
+    yield replace(base, name="relative-one", relative=0, dtype="float32", head_dim=32)
+    yield replace(
+        base, name="dropout-all-options", dropout_rate=0.5, seq_q=61, seq_kv=97, head_dim=72,
+        head_dim_v=48, dtype="float16", window_size=(40, 9), relative=20, softcap=30.0, sinks=True,
+    )  # fmt: skip
+    yield replace(
+        base, name="terms-all-options", relative=31, alibi="all", batch=2, segments="documents",
+        tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48, causal=True,
+        window_size=(40, None), softcap=30.0, sinks=True, scale=0.2, deterministic=True,
+    )  # fmt: skip
+    yield replace(base, name="bf16")
+    yield replace(base, name="fp16-causal", causal=True, dtype="float16")
+    yield replace(base, name="gqa", heads_q=4, heads_kv=2, causal=True)
+    yield replace(base, name="prime-cross", seq_q=37, seq_kv=131, causal=True)
+    yield replace(base, name="more-queries", seq_q=131, seq_kv=37, causal=True)
+    yield replace(base, name="window", window_size=(48, 16))
+    yield replace(base, name="softcap", softcap=20.0, dtype="float16")
+    yield replace(base, name="d80-dv48", head_dim=80, head_dim_v=48)
+    # Queries without a key among them.
+    yield replace(
+        base, name="sinks", seq_q=131, seq_kv=37, heads_q=4, heads_kv=2, causal=True, sinks=True
+    )
+    yield replace(base, name="segments", segments="documents", causal=True)
+    yield replace(base, name="tree", tree="nested", causal=True)
+    yield replace(base, name="ranges", ranges="both", causal=True)
+    yield replace(base, name="relative", relative=20, causal=True)
+    yield replace(base, name="alibi", alibi="heads", causal=True)
+    yield replace(base, name="bias-pairs", bias="hqk", seq_kv=97, batch=2, terms_in_q_dtype=True)
+    # SM90's forward reads the bias by TMA: a fence, then a barrier.
+    yield replace(
+        base, name="bias-segments", bias="qk", segments="documents", batch=2, seq_q=131, seq_kv=208,
+        heads_q=4, head_dim=120, causal=True, dropout_rate=0.1,
+    )  # fmt: skip
+    yield replace(base, name="dropout", dropout_rate=0.2, causal=True, heads_q=4)
     base = FlashCase("full", 2, 333, 333, heads_q=4, heads_kv=2)
     yield from in_dtypes(base, _full_changes)
     invariant = replace(base, causal=True, batch_invariant=True)

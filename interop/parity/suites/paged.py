@@ -33,10 +33,6 @@ def _small_paged() -> Iterator[PagedCase]:
         heads_q=6, max_pages=11,
     )  # fmt: skip
     yield PagedCase(
-        "paged-latent", (90, 41, 3), new_tokens=(37, 1, 3), padding=3, max_pages=6, latent=True,
-        head_dim=96, head_dim_v=64, tree="drafts",
-    )  # fmt: skip
-    yield PagedCase(
         "paged-alibi", (90, 41, 3), new_tokens=(37, 1, 3), padding=3, max_pages=6, alibi="all",
         sinks=True, softcap=20.0,
     )  # fmt: skip
@@ -56,6 +52,10 @@ def _small_paged() -> Iterator[PagedCase]:
 
 
 def _full_paged() -> Iterator[PagedCase]:
+    yield PagedCase(
+        "paged-latent", (90, 41, 3), new_tokens=(37, 1, 3), padding=3, max_pages=6, latent=True,
+        head_dim=96, head_dim_v=64, tree="drafts",
+    )  # fmt: skip
     base = PagedCase(
         "paged-full", (700, 333, 1, 0, 511, 64), new_tokens=(333, 333, 1, 0, 65, 64), padding=40,
         heads_q=8, page_size=64, max_pages=11,

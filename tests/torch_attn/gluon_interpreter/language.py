@@ -20,6 +20,7 @@ from tests.torch_attn.gluon_interpreter.values import (
     Pointer,
     Shared,
     Tensor,
+    add_bits,
     plain,
     scalar,
     torch_dtype,
@@ -342,7 +343,7 @@ def _meet(index: int, threads: int, waits: bool) -> None:
     if met := barrier.arrive(now.partition, threads, waits):
         for buffer in program.memory:
             for bits in (buffer.unfenced, buffer.known):
-                bits[bits & met[0] != 0] |= met[1]
+                add_bits(bits, *met)
     if waits:
         program.pause(lambda: barrier.phase > phase, barrier)
     else:
@@ -416,7 +417,7 @@ def _check_product(a: Any, b: Any, acc: Tensor) -> None:
 def fence_async_shared(cluster: bool = False) -> None:
     own = now.partition.bit
     for buffer in now.program.memory:
-        buffer.unfenced[buffer.unfenced & own != 0] = 0
+        buffer.unfenced.mul_((buffer.unfenced & own).eq_(0))
     pause()
 
 
@@ -451,7 +452,7 @@ def _wait(barrier: Shared, phase: int, pred: bool = True, deps: Any = ()) -> Non
         found = now.program.barrier(barrier)
         now.program.pause(lambda: found.phase & 1 != phase & 1, found)
         for buffer in now.program.memory:
-            buffer.known[buffer.known & found.met != 0] |= now.partition.bit
+            add_bits(buffer.known, found.met, now.partition.bit)
 
 
 @_fake("async_load", "async_copy_global_to_shared", of=(hopper.tma,))
