@@ -151,13 +151,16 @@ class _Semantic(TritonSemantic):
 
     def binary_op_type_checking_impl(self, lhs, rhs, *rules: bool, **more_rules: bool):
         for tensor, number in ((lhs, rhs), (rhs, lhs)):
-            if type(tensor) is tl.tensor and type(number) in _NUMBERS.get(tensor.dtype.name, ()):
+            if type(tensor) is not tl.tensor:
+                continue
+            name = str(tensor.dtype.name)
+            if type(number) in _NUMBERS.get(name, ()):
                 shape = tuple(getattr(tensor.type, "shape", ()))
-                constant = _constant(repr(number), tensor.dtype.name, shape)  # 0.0 is not -0.0
+                constant = _constant(repr(number), name, shape)  # 0.0 is not -0.0
                 return (lhs, constant) if tensor is lhs else (constant, rhs)
         if type(lhs) is type(rhs) is tl.tensor:
-            is_same = lhs.dtype.name == rhs.dtype.name and lhs.shape is rhs.shape
-            if is_same and lhs.dtype.name in _NUMBERS:
+            name = str(lhs.dtype.name)
+            if name in _NUMBERS and name == rhs.dtype.name and lhs.shape is rhs.shape:
                 return lhs, rhs
         return super().binary_op_type_checking_impl(lhs, rhs, *rules, **more_rules)
 
@@ -175,7 +178,9 @@ def _constant(number: str, dtype: str, shape: tuple[int, ...]) -> tl.tensor:
     data = np.full(shape or 1, float(number) if dtype == "float32" else int(number), dtype)
     data.flags.writeable = False
     scalar = getattr(tl, dtype)
-    return tl.tensor(TensorHandle(data, scalar), tl.block_type(scalar, shape) if shape else scalar)
+    return tl.tensor(
+        TensorHandle(data, scalar), tl.block_type(scalar, [*shape]) if shape else scalar
+    )
 
 
 def _as_tf32(value: TensorHandle) -> TensorHandle:
