@@ -24,10 +24,9 @@ from twin_attention.interop.rendering.tables import NARROW, console_of, to_termi
 COMMANDS = [
     (bench, ()), (bench, ("mine",)), (bench, ("all",)), (bench, ("report",)), (bench, ("compare",)),
     *((bench, (name,)) for name in SUITES),
-    (parity, ()), (tuning, ()), (tuning, ("static",)), (tuning, ("search",)),
+    (parity, ()), (tuning, ()), (tuning, ("static",)),
 ]  # fmt: skip
-IN_NEED = [(bench, ()), (bench, ("report",)), (bench, ("compare",)), (tuning, ()),
-           (tuning, ("search",))]  # fmt: skip
+IN_NEED = [(bench, ()), (bench, ("report",)), (bench, ("compare",)), (tuning, ())]
 
 
 def name_of(value):

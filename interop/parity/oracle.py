@@ -193,10 +193,11 @@ def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
     found = {}
     if not isinstance(spec, AttentionSpec):
         return found
-    if "tq" in inputs:
-        q, k, v, tq, tk = (inputs[x].double().nan_to_num() for x in ("q", "k", "v", "tq", "tk"))
-        pairs = (tq, k), (q, tk)
-        found["tout"] = sum(cancelled_gradient(spec.scale, *x, v, 1.0) for x in pairs)
+    pairs = [x for x in (("tq", "k"), ("q", "tk")) if {*x} <= inputs.keys()]
+    if pairs:
+        v = inputs["v"].double().nan_to_num()
+        both = ((inputs[x].double().nan_to_num() for x in pair) for pair in pairs)
+        found["tout"] = sum(cancelled_gradient(spec.scale, *x, v, 1.0) for x in both)
     if "dout" not in inputs:
         return found
     q, k, v, dout = (inputs[name].double().nan_to_num() for name in ("q", "k", "v", "dout"))

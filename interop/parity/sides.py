@@ -56,7 +56,7 @@ from twin_attention.targets.target import TARGETS, use_target
 
 OUTPUTS = ("out", "lse")
 # Implementations with forward mode.
-WITH_TANGENTS = ("triton", "reference")
+WITH_TANGENTS = ("triton", "torch_triton", "reference")
 
 
 @dataclass(frozen=True)

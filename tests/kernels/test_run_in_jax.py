@@ -345,7 +345,7 @@ def test_every_feature_becomes_a_program(family):
 OTHERS = {
     "decode-fp8": ["paged_decode"], "decode-cascade": ["paged_decode"],
     "paged-page-7": ["paged_attention"], "append-rotary-interleaved": ["append_kv"],
-    "bias-keys": ["flash_bwd_dq"],
+    "bias-keys": ["flash_bwd_dq", "flash_jvp"],
     "varlen-batch-invariant": ["flash_fwd"], "paged-batch-invariant": ["paged_attention"],
     "spans": ["paged_decode", "combine"],
 }  # fmt: skip

@@ -31,7 +31,7 @@ def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
 
     def run(subject: Ours, case: Case, inputs: Tensors, constants=()) -> Tensors:
         results = evaluate(inputs, case.spec, torch.float64)
-        dtypes = dict.fromkeys(("lse", "dlses", "dsinks"), torch.float32)
+        dtypes = dict.fromkeys(("lse", "dlses", "dsinks", "tlse"), torch.float32)
         own = getattr(torch, case.spec.dtype)
         results = {name: x.to(dtypes.get(name, own)) for name, x in results.items()}
         for spoil in spoilers:

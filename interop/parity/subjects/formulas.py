@@ -18,7 +18,7 @@ from twin_attention.interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from twin_attention.interop.parity.inputs import Tensors
+from twin_attention.interop.parity.inputs import TANGENTS, Tensors
 
 Arrays = dict[str, np.ndarray]
 
@@ -33,9 +33,15 @@ class OneSequence(NamedTuple):
 
 
 def formulas(case: Case, inputs: Arrays) -> Arrays | None:
-    """Return out, lse and gradients in float64; None for a case that has no formula here."""
+    """Return out, lse, their tangents and gradients in float64; None for a case without formula."""
     if not is_known(case):
         return None
+    tangents = {x: inputs[t] for t, x in TANGENTS.items() if t in inputs}
+    if tangents:
+        plain = {x: y for x, y in inputs.items() if x not in TANGENTS}
+        found = formulas(case, plain)
+        assert found is not None
+        return found | _differences(case, plain, tangents)
     shape = inputs["q"].shape
     if isinstance(case, DecodeCase):
         inputs = _unpaged(case, inputs)
@@ -56,6 +62,17 @@ def formulas(case: Case, inputs: Arrays) -> Arrays | None:
         found["out"] = found["out"].reshape(*shape[:-1], v.shape[-1])
         of_tokens = found["lse"].reshape(q.shape[-2], shape[0], *shape[1:-2])
         found["lse"] = np.swapaxes(of_tokens, 0, 1)
+    return found
+
+
+def _differences(case: Case, inputs: Arrays, tangents: Arrays) -> Arrays:
+    """Return the tangents of out and lse by central differences of fourth order, 0 of -inf."""
+    step, found = 1e-3, {"tout": 0.0, "tlse": 0.0}
+    inputs = {x: y for x, y in inputs.items() if x not in ("dout", "dlse")}
+    for n, weight in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
+        moved = {x: inputs[x] + n * step * dx for x, dx in tangents.items()}
+        for x, y in (formulas(case, inputs | moved) or {}).items():
+            found[f"t{x}"] += weight / (12 * step) * np.where(np.isinf(y), 0.0, y)
     return found
 
 
