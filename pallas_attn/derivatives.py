@@ -96,7 +96,7 @@ def _map_all(xs, axes):
 
 
 def _linear_jvp(primals, tangents, *, function, num_results, **others):
-    """Return tangents that may be computed only if nobody asks for them."""
+    """Return the tangents, whose own tangents raise if a program uses them."""
     results = _linear.bind(*primals, function=function, num_results=num_results, **others)
     refuse = partial(_refuse_second_derivative, function=function)
     given = [x for x in tangents if not isinstance(x, ad.Zero)]

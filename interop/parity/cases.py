@@ -32,9 +32,9 @@ OPTIONS = ("causal", "scale", "window_size", "softcap", "deterministic", "precis
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What calls of `flash_attention` and `flash_attention_varlen` share.
+    """Hold the fields that calls of `flash_attention` and `flash_attention_varlen` share.
 
-    What is not listed is the call's option.
+    One that is not listed is the call's option.
 
     tree: "nested" for a depth-first tree; "any" for arbitrary ends of keys.
     ranges: a kind of `ranges.make_ranges`.

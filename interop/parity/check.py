@@ -23,6 +23,7 @@ from twin_attention.interop.parity.cases import Case
 from twin_attention.interop.parity.inputs import Tensors
 from twin_attention.interop.parity.oracle import (
     OF_ROWS,
+    OF_TANGENTS,
     SAMPLES,
     SUMS,
     Expectation,
@@ -50,7 +51,7 @@ def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
             exponents = None if isinstance(spec, MergeSpec) else expected.exponents
             unit = 1.0 if exponents is None else lse_unit(exponents)
             return compare_lse(got, ref, lse_tolerance(ref, lp, dtype), unit)
-        kind = "output" if name == "out" else "gradient"
+        kind = "gradient" if name.startswith("d") or name in OF_TANGENTS else "output"
         return compare_to_reference(
             got, ref, lp, dtype, kind, expected.exponents, expected.cancelled.get(name, 0.0),
             "number" if name in SUMS else "row" if name in _WITH_ROWS else None,
@@ -157,7 +158,7 @@ def _compare_part(results: Mapping[Subject, Tensors], expected: Expectation) -> 
     ]
     for a, b in twins([*results]):
         x, y = expected.crop(results[a]), expected.crop(results[b])
-        for name in (name for name in x if name in y):
+        for name in (name for name in x if name in y or name not in OF_TANGENTS):
             agreement = compare_sides(name, x[name], y[name], budgets[a][name], budgets[b][name])
             found.append(Comparison(a.label, b.label, name, agreement))
     return found

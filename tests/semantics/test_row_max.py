@@ -32,8 +32,11 @@ def test_asking_changes_no_other_result(side, torch_device):
     got = attention(side, inputs, **options)
     del options["return_row_max"]
     want = attention(side, inputs, **options)
+    # Two programs of one compiler may contract a product and a sum of lse differently.
+    is_exact = (side.api.__name__, torch_device) == ("torch_attn", "cpu")
+    rounding = 0 if is_exact else 1e-5
     for name, x in want.items():
-        torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got[name], x, rtol=rounding, atol=rounding)
 
 
 def test_it_is_returned_without_the_log_sum_exp(side, implementation, torch_device):
