@@ -45,7 +45,7 @@ from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys as forward_k
 from torch_attn.kernels.sm90.halves import hand_over, receive_factor
 from torch_attn.kernels.sm90.paged_attention import paged_attention
 from torch_attn.kernels.sm90.queries import produce_queries
-from torch_attn.kernels.sm90.spans import starts_span
+from torch_attn.kernels.sm90.spans import tiles_to_span
 from torch_attn.layouts import layouts_of
 from twin_attention.contract.operands import (
     BlockSparseOperands,
@@ -446,7 +446,7 @@ IN_SPANS = [
     VarlenCase("packed, window", ((140, 650), (70, 600)), (0, 5), 2, 2, 64,
                window_size=(300, 0), batch_invariant=True),
 ]  # fmt: skip
-SHORT_SPANS = {starts_span: edited(starts_span, "start % SPAN", "start % 256")}
+SHORT_SPANS = {tiles_to_span: edited(tiles_to_span, "SPAN - start % SPAN", "256 - start % 256")}
 
 
 @in_turn(IN_SPANS)

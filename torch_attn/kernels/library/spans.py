@@ -15,10 +15,12 @@ PARTS = tl.constexpr(16)  # of a row's sum: what threads and warps hold in every
 
 
 @triton.jit
-def update_maximum(s, m_i, exp2_scale):
+def update_maximum(s, m_i, exp2_scale, MASKED: tl.constexpr):
     """Return p, the factor of what was summed before, and the maximum of a block's scores too."""
     m_new = tl.maximum(m_i, tl.max(s, 1) * exp2_scale)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+    m_safe = m_new
+    if MASKED:
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, exp2_scale, -m_safe[:, None]))
     return p, tl.exp2(m_i - m_safe), m_new
 

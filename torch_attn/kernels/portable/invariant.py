@@ -209,7 +209,7 @@ def _add_span(
                         s, position[:, None], key[None, :], length, window_left, window_right
                     )
                 # p = exp(s - max), and rescale what was accumulated
-                p, alpha, m_i = update_maximum(s, m_i, rule.exp2_scale)
+                p, alpha, m_i = update_maximum(s, m_i, rule.exp2_scale, True)
                 sums = add_block(sums, alpha, p)
                 acc = acc * alpha[:, None]
                 # acc += p v

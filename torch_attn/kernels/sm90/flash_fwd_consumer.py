@@ -67,7 +67,7 @@ from torch_attn.kernels.sm90.spans import (
     join_span,
     no_spans,
     normalise,
-    starts_span,
+    tiles_to_span,
     update_in_span,
 )
 from torch_attn.kernels.sm90.work import clear_visited, own_queries
@@ -147,6 +147,7 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
         and kernel.halves is None and not IN_SPANS
     )  # fmt: skip
     ON_DEMAND: gl.constexpr = rescales_on_demand(kernel.head_dim_v) and not ASKED
+    SINK_LAST: gl.constexpr = BOUNDED or ASKED or IN_SPANS
     step = 0  # counted over all items
     turn = 0
     if kernel.ping_pong and CONSUMER == NUM_CONSUMERS - 1:
@@ -161,8 +162,8 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
     while item < kernel.problem.num_items:
         queries = own_queries(kernel, item, place, CONSUMER, BLOCK_KV)
         packed, m_i, l_i, acc, spans, step = _visit_keys(
-            kernel, Softmax(BOUNDED, ON_DEMAND, BOUNDED or ASKED, IN_SPANS), queries, ahead,
-            q_slot, step, turn, CONSUMER,
+            kernel, Softmax(BOUNDED, ON_DEMAND, SINK_LAST, IN_SPANS), queries, ahead, q_slot, step,
+            turn, CONSUMER,
         )  # fmt: skip
         if not OUT_IN_Q:
             mbarrier.arrive(q_read.index(q_slot), count=1)
@@ -171,8 +172,8 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
         if kernel.ahead:
             q_slot = (turn * NUM_CONSUMERS + CONSUMER) % NUM_TILES_Q
         ahead = _finish_rows(
-            kernel, Softmax(BOUNDED, ON_DEMAND, BOUNDED or ASKED, IN_SPANS), queries, item, q_slot,
-            step, turn, packed, m_i, l_i, acc, spans, CONSUMER,
+            kernel, Softmax(BOUNDED, ON_DEMAND, SINK_LAST, IN_SPANS), queries, item, q_slot, step,
+            turn, packed, m_i, l_i, acc, spans, CONSUMER,
         )  # fmt: skip
         if OUT_IN_Q:
             tma.store_wait(0)
@@ -205,22 +206,55 @@ def _visit_keys(kernel, softmax, queries, ahead, q_slot, step, turn, CONSUMER: g
     _begin, before, full, after = queries.work.visits
     packed, m_i, l_i, acc = _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER)
     spans = ()
-    if softmax.in_spans:
-        spans = no_spans(m_i)
-    ends = (before + after, before + full + after)
-    if softmax.in_spans:  # from left to right
-        ends = (before, before + full, before + full + after)
     index = 1
     step += 1
-    for kind in gl.static_range(1 if softmax.in_spans and kernel.left is None else 0, len(ends)):
-        if kernel.edges or kind == 1:
-            while index < ends[kind]:
+    if softmax.in_spans:
+        packed, m_i, l_i, acc, spans, step = _visit_spans(
+            kernel, softmax, queries, step, q_slot, packed, m_i, l_i, acc, CONSUMER
+        )
+    else:
+        for masked in gl.static_range(1 if kernel.edges else 0, -1, -1):
+            end = before + after if masked else before + full + after
+            while index < end:
                 packed, m_i, l_i, acc, spans = _visit(
                     kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, spans,
-                    kind != 1, CONSUMER,
+                    masked, False, CONSUMER,
                 )  # fmt: skip
                 index += 1
                 step += 1
+    return packed, m_i, l_i, acc, spans, step
+
+
+@gluon.jit
+def _visit_spans(
+    kernel, softmax, queries, step, q_slot, packed, m_i, l_i, acc, CONSUMER: gl.constexpr
+):  # fmt: skip
+    """Visit the tiles of keys after the first one from left to right."""
+    BLOCK_KV: gl.constexpr = kernel.tiles[1][0].shape[3]
+    begin, before, full, after = queries.work.visits
+    spans = no_spans(m_i)
+    index, total = 1, before + full + after
+    end = tiles_to_span(begin, BLOCK_KV)
+    while index < total:
+        end = gl.minimum(end, total)
+        ends = (gl.minimum(before, end), gl.minimum(before + full, end), end)
+        for kind in gl.static_range(1 if kernel.left is None else 0, len(ends)):
+            if kernel.edges or kind == 1:
+                while index < ends[kind]:
+                    packed, m_i, l_i, acc, spans = _visit(
+                        kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc,
+                        spans, kind != 1, False, CONSUMER,
+                    )  # fmt: skip
+                    index += 1
+                    step += 1
+        if index < total:
+            packed, m_i, l_i, acc, spans = _visit(
+                kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, spans,
+                kernel.edges, True, CONSUMER,
+            )  # fmt: skip
+            index += 1
+            step += 1
+        end += tiles_to_span(0, BLOCK_KV)
     return packed, m_i, l_i, acc, spans, step
 
 
@@ -252,9 +286,7 @@ def _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER: gl.const
     if softmax.bounded:
         packed, l_i = bounded_update(s, l_i, kernel.rule, kernel.edges)
     else:
-        e, alpha, m_i, l_i = _update(
-            kernel, softmax, s, shift, unit, m_i, l_i, False, kernel.edges
-        )
+        e, alpha, m_i, l_i = _update(kernel, softmax, s, shift, unit, m_i, l_i, kernel.edges)
         if kernel.results.carry is not None:
             # No product runs here. ptxas would move the scaling of acc into the next products.
             acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
@@ -271,9 +303,9 @@ def _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER: gl.const
 @gluon.jit
 def _visit(
     kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, spans,
-    MASKED: gl.constexpr, CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr, STARTS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Compute p of a tile of keys while p·v of the previous one runs."""
+    """Compute p of a tile of keys while p·v of the previous one runs; STARTS: it starts a span."""
     q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, _q_read, k_full, v_full = kernel.barriers
     NUM_CONSUMERS: gl.constexpr = kernel.block_q // 64
@@ -323,17 +355,17 @@ def _visit(
         right, l_i = bounded_update(right, l_i, kernel.rule, MASKED)
         packed = join_columns(left, right, packed)
     else:
-        starts, m_span, l_span = False, m_i, l_i
-        if softmax.in_spans:
-            starts = starts_span(start, BLOCK_KV)
-        e, alpha, m_i, l_i = _update(kernel, softmax, s, shift, unit, m_i, l_i, starts, MASKED)
+        if STARTS:
+            spans, of_spans, of_span = join_span(spans, m_i, l_i)
+            m_i, l_i = gl.full_like(m_i, float("-inf")), gl.zeros_like(l_i)
+        e, alpha, m_i, l_i = _update(kernel, softmax, s, shift, unit, m_i, l_i, MASKED)
         # Rescale what was accumulated
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
-        if softmax.in_spans:
-            if starts:
-                spans, acc = end_span(kernel.tiles[3], spans, m_span, l_span, acc, CONSUMER)
-        acc = rescale(acc, alpha, softmax.on_demand)
+        if STARTS:
+            acc = end_span(kernel.tiles[3], spans, acc, of_spans, of_span, CONSUMER)
+        else:
+            acc = rescale(acc, alpha, softmax.on_demand)
         packed = pack(e, dtype)
         if DROPS:
             packed = drop_packed(packed, kept)
@@ -381,7 +413,6 @@ def _finish_rows(
         if item < kernel.problem.num_items:
             arrive(K_READ + slot, READERS)
     # Reduce the row sums over each quad.
-    before = spans
     if softmax.in_spans:
         spans, alpha, beta = join_span(spans, m_i, l_i)
         m_i, l_i = spans.m_i, spans.l_i
@@ -399,7 +430,7 @@ def _finish_rows(
     if kernel.halves is not None:
         hand_over_factor(kernel.halves, factor / l_safe)
     if softmax.in_spans:
-        acc = add_sums(kernel.tiles[3], before, acc, alpha, beta, CONSUMER)
+        acc = add_sums(kernel.tiles[3], spans, acc, alpha, beta, CONSUMER)
         acc = normalise(acc, factor)
     else:
         acc = scale_rows(acc, factor / l_safe)
@@ -526,13 +557,13 @@ def _scores(kernel, queries, s, offset, bias, of_keys, start, MASKED: gl.constex
 
 
 @gluon.jit
-def _update(kernel, softmax, s, shift, unit, m_i, l_i, starts, MASKED: gl.constexpr):
+def _update(kernel, softmax, s, shift, unit, m_i, l_i, MASKED: gl.constexpr):
     if adds_terms(kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes):
         e, alpha, m_i, l_i = added_softmax_update(s, shift, unit, m_i, l_i)
     elif softmax.in_spans:
         if not MASKED:
             s = scaled_scores(s, kernel.rule)
-        e, alpha, m_i, l_i = update_in_span(s, m_i, l_i, kernel.rule.exp2_scale, starts)
+        e, alpha, m_i, l_i = update_in_span(s, m_i, l_i, kernel.rule.exp2_scale, MASKED)
     else:
         e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, kernel.rule, MASKED, softmax.on_demand)
     return e, alpha, m_i, l_i

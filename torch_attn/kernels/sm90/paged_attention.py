@@ -22,7 +22,10 @@ from torch_attn.kernels.explicit.barriers import (
     V_READ,
     allocate_barriers,
     arrive,
+    pass_turn,
+    take_turn,
     wait_for_all,
+    wait_for_step,
 )
 from torch_attn.kernels.explicit.pages import find_pages, load_pages
 from torch_attn.kernels.explicit.registers import pack, unpack
@@ -60,7 +63,7 @@ from torch_attn.kernels.sm90.spans import (
     join_span,
     no_spans,
     normalise,
-    starts_span,
+    tiles_to_span,
     update_in_span,
 )
 from torch_attn.launch import KernelCall, Prepared, launch, rule_argument
@@ -315,13 +318,13 @@ def _consume(
         s = product_scores(q_tile, CONSUMER, k_tile, 0, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         arrive(K_READ, READERS)
-        ends, visits = (before + after, before + full + after), (begin, before, full, after)
+        visits = (begin, before, full, after)
         if IN_SPANS:
-            ends, visits = (before, before + full, before + full + after), from_left(visits)
+            visits = from_left(visits)
         start = step_start(0, *visits, BLOCK_KV)
         s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
         if IN_SPANS:
-            e, _alpha, m_i, l_i = update_in_span(s, m_i, l_i, rule.exp2_scale, False)
+            e, _alpha, m_i, l_i = update_in_span(s, m_i, l_i, rule.exp2_scale, True)
         else:
             e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True, ON_DEMAND)
         packed = pack(e, dtype)
@@ -330,55 +333,44 @@ def _consume(
             clear_rows(v_tile, 0, hidden, v_full.index(0), 0, BEFORE=True)
 
         # Visit the other tiles of keys that these rows see; only tiles at the edges are masked.
-        index = 1
-        for kind in gl.static_range(1 if IN_SPANS and window_left is None else 0, len(ends)):
-            while index < ends[kind]:
-                slot = index % NUM_STAGES
-                previous = (index - 1) % NUM_STAGES
-                # s = scale · q kᵀ, and acc += p v for the previous tile
-                mbarrier.wait(k_full.index(slot), index // NUM_STAGES & 1)
-                if PING_PONG:
-                    wait_for_all(TURN + CONSUMER, 256)
-                s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
-                mbarrier.wait(v_full.index(previous), (index - 1) // NUM_STAGES & 1)
-                p = unpack(packed, dtype, layout, "edge" if kind != 1 else "full")
-                acc = add_product(acc, p, v_tile, previous)
-                if PING_PONG:
-                    arrive(TURN + 1 - CONSUMER, 256)
-                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                arrive(K_READ + slot, READERS)
-                # p = exp(s - max)
-                start = step_start(index, *visits, BLOCK_KV)
-                if kind != 1 or IN_SPANS:
-                    s = scaled_scores(s, rule)
-                if kind != 1:
-                    s = hide(s, position, start, end, window_left, 0)
-                m_span, l_span = m_i, l_i
-                if IN_SPANS:
-                    starts = starts_span(start, BLOCK_KV)
-                    e, alpha, m_i, l_i = update_in_span(s, m_i, l_i, rule.exp2_scale, starts)
-                else:
-                    e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, kind != 1, ON_DEMAND)
-                # Rescale what was accumulated
-                acc, p = wait_product(acc, p)
-                arrive(V_READ + previous, READERS)
-                if IN_SPANS:
-                    if starts:
-                        spans, acc = end_span(sums_tile, spans, m_span, l_span, acc, CONSUMER)
-                acc = rescale(acc, alpha, ON_DEMAND)
-                packed = pack(e, dtype)
-                if kind != 1:
-                    clear_rows(
-                        v_tile, slot, end - start, v_full.index(slot), index // NUM_STAGES & 1
-                    )
-                index += 1
+        own = (position, end, visits, window_left)
+        index, total = 1, before + full + after
+        if IN_SPANS:
+            span_end = tiles_to_span(begin, BLOCK_KV)
+            while index < total:
+                span_end = gl.minimum(span_end, total)
+                for kind in gl.static_range(1 if window_left is None else 0, 3):
+                    steps = span_end
+                    if kind < 2:
+                        steps = gl.minimum(before + full if kind else before, span_end)
+                    while index < steps:
+                        packed, m_i, l_i, acc, spans = _visit(
+                            tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans,
+                            kind != 1, False, CONSUMER, HEAD_DIM, HEAD_DIM_V, PING_PONG,
+                        )  # fmt: skip
+                        index += 1
+                if index < total:
+                    packed, m_i, l_i, acc, spans = _visit(
+                        tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans,
+                        True, True, CONSUMER, HEAD_DIM, HEAD_DIM_V, PING_PONG,
+                    )  # fmt: skip
+                    index += 1
+                span_end += tiles_to_span(0, BLOCK_KV)
+        else:
+            for masked in gl.static_range(1, -1, -1):
+                while index < (before + after if masked else total):
+                    packed, m_i, l_i, acc, spans = _visit(
+                        tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans,
+                        masked, False, CONSUMER, HEAD_DIM, HEAD_DIM_V, PING_PONG,
+                    )  # fmt: skip
+                    index += 1
 
         # The last p·v
         previous = (index - 1) % NUM_STAGES
         mbarrier.wait(v_full.index(previous), (index - 1) // NUM_STAGES & 1)
         p = unpack(packed, dtype, layout, "last")
         acc = add_product(acc, p, v_tile, previous)
-        sink, before_last = None, spans
+        sink = None
         if sinks_ptr is not None:
             sink = gl.load(sinks_ptr + head)
         if IN_SPANS:
@@ -395,12 +387,67 @@ def _consume(
 
         # Normalise and store.
         if IN_SPANS:
-            acc = add_sums(sums_tile, before_last, acc, alpha, beta, CONSUMER)
+            acc = add_sums(sums_tile, spans, acc, alpha, beta, CONSUMER)
             acc = normalise(acc, factor)
         else:
             acc = scale_rows(acc, 1.0 / l_safe)
         out_row = (first_token + token).to(gl.int64) * (HEADS_KV * GROUP_SIZE) + head
         _store_rows(out_ptr, acc, out_row, is_row, HEAD_DIM_V)
+
+
+@gluon.jit
+def _visit(
+    tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans, MASKED: gl.constexpr,
+    STARTS: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """Compute p of a tile of keys while p·v of the previous one runs; STARTS: it starts a span."""
+    q_tile, k_tile, v_tile, sums_tile = tiles
+    _q_full, k_full, v_full = barriers
+    position, end, visits, window_left = own
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    READERS: gl.constexpr = 2 * 128 + 32
+    ON_DEMAND: gl.constexpr = rescales_on_demand(HEAD_DIM_V)
+    dtype: gl.constexpr = q_tile[0].dtype
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    slot, previous = index % NUM_STAGES, (index - 1) % NUM_STAGES
+    # s = scale · q kᵀ, and acc += p v for the previous tile
+    wait_for_step(k_full, index)
+    if PING_PONG:
+        take_turn(CONSUMER)
+    s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+    wait_for_step(v_full, index - 1)
+    p = unpack(packed, dtype, layout, "edge" if MASKED else "full")
+    acc = add_product(acc, p, v_tile, previous)
+    if PING_PONG:
+        pass_turn(CONSUMER, 2)
+    s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+    arrive(K_READ + slot, READERS)
+    # p = exp(s - max)
+    start = step_start(index, *visits, BLOCK_KV)
+    if MASKED:
+        s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
+    if STARTS:
+        spans, of_spans, of_span = join_span(spans, m_i, l_i)
+        m_i, l_i = gl.full_like(m_i, float("-inf")), gl.zeros_like(l_i)
+    if len(sums_tile) > 0:
+        if not MASKED:
+            s = scaled_scores(s, rule)
+        e, alpha, m_i, l_i = update_in_span(s, m_i, l_i, rule.exp2_scale, MASKED)
+    else:
+        e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, MASKED, ON_DEMAND)
+    # Rescale what was accumulated
+    acc, p = wait_product(acc, p)
+    arrive(V_READ + previous, READERS)
+    if STARTS:
+        acc = end_span(sums_tile, spans, acc, of_spans, of_span, CONSUMER)
+    else:
+        acc = rescale(acc, alpha, ON_DEMAND)
+    packed = pack(e, dtype)
+    if MASKED:
+        clear_rows(v_tile, slot, end - start, v_full.index(slot), index // NUM_STAGES & 1)
+    return packed, m_i, l_i, acc, spans
 
 
 @gluon.jit

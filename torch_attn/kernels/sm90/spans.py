@@ -29,10 +29,9 @@ def no_spans(m_i):
 
 
 @gluon.jit
-def update_in_span(s, m_i, l_i, exp2_scale, starts):
-    """Update the running softmax, l_i in parts; `starts`: with the first block of a span."""
-    m_i = gl.where(starts, float("-inf"), m_i)
-    e, alpha, m_i = update_maximum(s, m_i, exp2_scale)
+def update_in_span(s, m_i, l_i, exp2_scale, MASKED: gl.constexpr):
+    """Update the running softmax, l_i in parts."""
+    e, alpha, m_i = update_maximum(s, m_i, exp2_scale, MASKED)
     return e, alpha, m_i, add_block(l_i, alpha, e)
 
 
@@ -44,9 +43,10 @@ def from_left(visits):
 
 
 @gluon.jit
-def starts_span(start, BLOCK: gl.constexpr):
+def tiles_to_span(start, BLOCK: gl.constexpr):
+    """Return how many tiles from a first key on there are to the next span."""
     gl.static_assert(SPAN % BLOCK == 0)
-    return start % SPAN == 0
+    return (SPAN - start % SPAN) // BLOCK
 
 
 @gluon.jit
@@ -67,18 +67,17 @@ def add_sums(tile, spans, acc, alpha, beta, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def end_span(tile, spans, m_i, l_i, acc, CONSUMER: gl.constexpr):
-    """Add a span to those before; return them all, and the sum of values of the next one."""
-    joined, alpha, beta = join_span(spans, m_i, l_i)
+def end_span(tile, spans, acc, alpha, beta, CONSUMER: gl.constexpr):
+    """Add a span to those before; return the sum of values of the next one."""
     acc = add_sums(tile, spans, acc, alpha, beta, CONSUMER)
-    if spans.count == 0:  # out of the last item
+    if spans.count == 1:  # out of the last item
         tma.store_wait(0)
         barrier()
     nothing = ()
     for i in gl.static_range(len(acc)):
         _sums(tile[i], CONSUMER).store(acc[i])
         nothing = nothing + (gl.zeros_like(acc[i]),)
-    return joined, nothing
+    return nothing
 
 
 @gluon.jit
@@ -86,7 +85,7 @@ def _add_piece(before, spans, x, alpha, beta):
     of_row: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     alpha = gl.convert_layout(alpha, of_row, assert_trivial=True)[:, None]
     beta = gl.convert_layout(beta, of_row, assert_trivial=True)[:, None]
-    if spans.count > 0:
+    if spans.count > 1:
         x = gl.fma(before.load(x.type.layout), alpha, x * beta)
     return x
 
