@@ -11,7 +11,6 @@ from twin_attention.targets.kernels import Spec
 SPAN, BLOCK = 2048, 128  # keys that are summed from nothing, and at a time
 HEAD_DIM_MAX = 128  # with more, registers do not hold two sums of values
 DERIVATIVES = ("flash_bwd", "flash_jvp")  # promise no such bits
-FILL = 4  # programs of an SM from which on a decode divides no keys
 _MOST_OF_PARTS = 2**28  # numbers of all spans' results together
 
 
@@ -51,7 +50,7 @@ def row_tiles(spec: AttentionSpec | DecodeSpec, rows: int) -> int:
 def choose_spans(spec: DecodeSpec, rows: int, num_sms: int) -> int:
     """Return into how many spans a paged decode divides keys, or 1: no bit depends on it."""
     spans, batch = -(-spec.cache.capacity // SPAN), spec.merge(1).batch
-    splits = batch * row_tiles(spec, rows) * spec.heads_kv < FILL * num_sms
+    splits = batch * row_tiles(spec, rows) * spec.heads_kv < 4 * num_sms
     if spec.num_splits is not None:
         splits = spec.num_splits > 1
     numbers = spans * batch * spec.tokens * spec.heads_q * spec.head_dim_v

@@ -412,11 +412,11 @@ def _finish_rows(
         ahead = (warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,)),)
         if item < kernel.problem.num_items:
             arrive(K_READ + slot, READERS)
-    # Reduce the row sums over each quad.
     if softmax.in_spans:
         spans, alpha, beta = join_span(spans, m_i, l_i)
         m_i, l_i = spans.m_i, spans.l_i
     else:
+        # Reduce the row sums over each quad.
         l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, layout))
     factor = 1.0
     if softmax.bounded:
@@ -478,9 +478,7 @@ def _first_key(kernel, queries, index, BLOCK_KV: gl.constexpr):
     visits = work.visits
     if kernel.results.place == "in sums":
         visits = from_left(visits)
-    return kept_start(
-        kernel.lists, work.batch, work.head, work.rows.start, index, visits, BLOCK_KV
-    )
+    return kept_start(kernel.lists, work.batch, work.head, work.rows.start, index, visits, BLOCK_KV)
 
 
 @gluon.jit
