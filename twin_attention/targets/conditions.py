@@ -94,7 +94,7 @@ def _has_many_programs(spec: Spec) -> bool:
 
 def _has_few_spans(spec: Spec) -> bool:
     """With `batch_invariant`, the spans of a decode have an SM of an H200 each."""
-    if not isinstance(spec, DecodeSpec):
+    if not (isinstance(spec, DecodeSpec) and spec.batch_invariant):
         return False
     spans = -(-spec.cache.capacity // SPAN)
     return spans * spec.batch * spec.heads_kv <= NUM_SMS["sm90"]
