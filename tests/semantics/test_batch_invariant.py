@@ -28,13 +28,15 @@ from twin_attention.interop.parity.fuzz.schedules import differing_bits
 from twin_attention.interop.parity.inputs import GRADIENTS, Tensors, make_inputs
 from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.subjects.subject import Run
+from twin_attention.targets import sm90
 from twin_attention.targets.config import find_configs, load_table, table_path, use_configs
 from twin_attention.targets.invariant import BLOCK, SPAN
 from twin_attention.targets.target import TARGETS, use_target
 
 ON_GPU = torch.cuda.is_available()
 TRITON, IN_JAX = Ours("torch_attn", "triton"), Ours("pallas_attn", "torch_triton")
-FASTEST = Ours("torch_attn", None), Ours("pallas_attn", None)
+NONE: Any = None
+FASTEST = Ours("torch_attn", NONE), Ours("pallas_attn", NONE)
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window_size": (130, 0)}, {"softcap": 4.0})
 LENGTHS = (1, 17, 64, 65, 600, 2047, 2049, 4500) if ON_GPU else (1, 2, 63, 64, 65, 70, 150)
 FUNCTIONS = {
@@ -122,6 +124,12 @@ def test_all_configurations_have_the_same_blocks():
         found += [vars(configs[x]) for x in ("flash_fwd", "paged_attention") if x in configs]
     assert {x["block_kv"] for x in found} == {BLOCK}
     assert SPAN % BLOCK == 0
+
+
+def test_gradients_of_capped_scores_keep_their_kernels():
+    spec = FlashCase("", softcap=4.0, batch_invariant=True).spec
+    assert sm90.supports("flash_fwd", spec, "sm90") is not None
+    assert sm90.supports("flash_bwd", spec, "sm90") is None
 
 
 @pytest.mark.parametrize("warps", [1, 2, 4])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
@@ -14,7 +14,7 @@ DERIVATIVES = ("flash_bwd", "flash_jvp")  # promise no such bits
 _MOST_OF_PARTS = 2**28  # numbers of all spans' results together
 
 
-def is_asked_of(spec: Spec) -> bool:
+def is_asked_of(spec: Spec) -> TypeGuard[AttentionSpec | DecodeSpec]:
     """Return True for a problem with the option, unless it is empty and runs no kernel."""
     if not isinstance(spec, AttentionSpec | DecodeSpec):
         return False

@@ -22,7 +22,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if reason := _too_wide(operation, spec):
         return reason
-    if invariant.is_asked_of(spec) and spec.softcap is not None:
+    is_forward = operation not in invariant.DERIVATIVES
+    if is_forward and invariant.is_asked_of(spec) and spec.softcap is not None:
         return "its softcap looks at several rows, which batch_invariant forbids"
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
         return _supports_paged(spec, target)

@@ -339,9 +339,11 @@ def _consume(
             span_end = tiles_to_span(begin, BLOCK_KV)
             while index < total:
                 span_end = gl.minimum(span_end, total)
-                ends = (gl.minimum(before, span_end), gl.minimum(before + full, span_end), span_end)
-                for kind in gl.static_range(1 if window_left is None else 0, len(ends)):
-                    while index < ends[kind]:
+                for kind in gl.static_range(1 if window_left is None else 0, 3):
+                    steps = span_end
+                    if kind < 2:
+                        steps = gl.minimum(before + full if kind else before, span_end)
+                    while index < steps:
                         packed, m_i, l_i, acc, spans = _visit(
                             tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans,
                             kind != 1, False, CONSUMER, HEAD_DIM, HEAD_DIM_V, PING_PONG,
