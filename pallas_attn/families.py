@@ -64,7 +64,8 @@ FAMILIES = (
 )
 FOREIGN = (
     foreign_family("gluon", "torch_attn", "sm80", _IN_JAX),
-    foreign_family("gluon", "torch_attn", "sm90", _IN_JAX, faster=foreign.gluon_is_faster),
+    foreign_family("gluon", "torch_attn", "sm90", _IN_JAX, faster=foreign.gluon_is_faster,
+                   batch_invariant=True),
     foreign_family("torch_triton", "torch_attn", "portable", _IN_JAX, has_interpreter=True,
                    batch_invariant=True),
 )  # fmt: skip

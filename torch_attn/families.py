@@ -32,7 +32,8 @@ def _triton_covers(operation: str, spec: Spec, target: str | None) -> str | None
 
 FAMILIES = (
     Family("gluon", PACKAGE, "sm80", covers=_gluon_sm80_covers, slower=sm80.slower),
-    Family("gluon", PACKAGE, "sm90", covers=_gluon_sm90_covers, slower=sm90.slower),
+    Family("gluon", PACKAGE, "sm90", covers=_gluon_sm90_covers, slower=sm90.slower,
+           batch_invariant=True),
     Family("triton", PACKAGE, "portable", has_interpreter=True, batch_invariant=True,
            covers=_triton_covers),
     Family("reference", PACKAGE),

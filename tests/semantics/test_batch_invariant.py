@@ -1,7 +1,7 @@
 """`batch_invariant`: training, prefill in chunks and decoding give the same bits.
 
-The law of `make fuzz` compares bits, on a CPU those of the interpreter. What a GPU would add, warps
-that share rows, is looked at. The suites of parity have cases for the budget.
+The law of `make fuzz` compares bits, on a CPU those of the interpreter. The suites of parity have
+cases for the budget.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 import pallas_attn
 from tests.oracle import assert_within_budget
-from tuning.static.gate import decode_spec, paged_spec
+from tuning.static.gate import decode_spec
 from tuning.static.triton_aot import compile_kernels
 from twin_attention.interop.kernels import in_jax
 from twin_attention.interop.parity.cases import Case, DecodeCase, FlashCase, PagedCase, VarlenCase
@@ -28,12 +28,15 @@ from twin_attention.interop.parity.fuzz.schedules import differing_bits
 from twin_attention.interop.parity.inputs import GRADIENTS, Tensors, make_inputs
 from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.subjects.subject import Run
-from twin_attention.targets.config import load_table, table_path, use_configs
-from twin_attention.targets.invariant import SPAN
+from twin_attention.targets import sm90
+from twin_attention.targets.config import find_configs, load_table, table_path, use_configs
+from twin_attention.targets.invariant import BLOCK, SPAN
 from twin_attention.targets.target import TARGETS, use_target
 
 ON_GPU = torch.cuda.is_available()
 TRITON, IN_JAX = Ours("torch_attn", "triton"), Ours("pallas_attn", "torch_triton")
+NONE: Any = None
+FASTEST = Ours("torch_attn", NONE), Ours("pallas_attn", NONE)
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window_size": (130, 0)}, {"softcap": 4.0})
 LENGTHS = (1, 17, 64, 65, 600, 2047, 2049, 4500) if ON_GPU else (1, 2, 63, 64, 65, 70, 150)
 FUNCTIONS = {
@@ -60,18 +63,17 @@ def test_other_schedules_and_jax_give_the_same_bits(seed, torch_device):
         head_dim=(64, 128)[seed % 2], batch_invariant=True, **OPTIONS[seed % 3],
     )  # fmt: skip
     inputs, results = attended(TRITON.start(), case, torch_device)
-    for other in (TRITON, IN_JAX) if ON_GPU else ((TRITON, IN_JAX)[seed // 2],):
+    for other in (TRITON, IN_JAX, *FASTEST) if ON_GPU else ((TRITON, IN_JAX)[seed // 2],):
         assert differing_bits(other.start(), case, inputs, results, most=4) is None
 
 
-@pytest.mark.parametrize("fault", ["tiles by shape", "rescaled by a neighbour"])
+@pytest.mark.parametrize("fault", ["a kernel by shape", "rescaled by a neighbour"])
 def test_faults_are_noticed(fault, torch_device):
     right = TRITON.start()
 
     def run(case: Case, inputs: Tensors) -> Tensors:
-        by_shape = {"paged_decode": {"block_kv": 32}} if fault == "tiles by shape" else {}
-        with use_configs(by_shape):
-            results = right(case, inputs)
+        by_shape = fault == "a kernel by shape" and isinstance(case, DecodeCase)
+        results = right(replace(case, batch_invariant=not by_shape), inputs)
         if fault == "rescaled by a neighbour":
             most = results["lse"].amax(-1, keepdim=True)
             results["lse"] = results["lse"] + most - most
@@ -80,7 +82,7 @@ def test_faults_are_noticed(fault, torch_device):
     case = VarlenCase(fault, ((70, 70), (9, 9)), batch_invariant=True)
     found = differing_bits(run, case, *attended(right, case, torch_device), most=4)
     assert found is not None
-    assert found.startswith("decoded") or fault != "tiles by shape"
+    assert found.startswith("decoded") or fault != "a kernel by shape"
 
 
 def test_rows_without_keys_have_the_bits_of_empty_calls(torch_device):
@@ -114,25 +116,31 @@ def test_all_configurations_have_the_same_blocks():
     for target, name in product(TARGETS, ("flash_fwd", "paged_decode", "paged_attention")):
         rows = load_table(table_path("torch_attn", target))[name]
         found += [vars(x.config) for x in rows if "batch invariant" in dict(x.key)["when"]]
-    assert {x["block_kv"] for x in found} == {64}
-    assert SPAN % 64 == 0
-    # Then Triton gives a warp 16 rows, all keys of a block and all of v's columns.
-    for config in found:
-        rows = config.get("block_q") or config["max_rows"]
-        assert config["num_warps"] == rows // 16
-        assert rows in (16, 64, 128)
+    packed = VarlenCase("", ((9000, 9000),), causal=True)
+    chunks = PagedCase("", (9000,), new_tokens=(9000,))
+    for case, d in product((packed, replace(packed, window_size=(9, 0)), chunks), range(8, 136, 8)):
+        spec = replace(case, head_dim=d, batch_invariant=True).spec
+        configs = find_configs(table_path("torch_attn", "sm90", "sm90"), spec, "sm90")
+        found += [vars(configs[x]) for x in ("flash_fwd", "paged_attention") if x in configs]
+    assert {x["block_kv"] for x in found} == {BLOCK}
+    assert SPAN % BLOCK == 0
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_no_two_warps_share_a_row(target):
-    for spec in (
-        paged_spec("bfloat16", 128, max_pages=8),
-        decode_spec("bfloat16", 64, 2, 4, tokens=16, max_pages=8),
-        decode_spec("bfloat16", 128, 2, 4, tokens=32, max_pages=8),
-    ):
-        _, _, found = compile_kernels(replace(spec, batch_invariant=True), target)[0]
-        warps = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[\d+, (\d+)\]", found.asm["ttgir"])
-        assert {*warps} == {"1"}
+def test_gradients_of_capped_scores_keep_their_kernels():
+    spec = FlashCase("", softcap=4.0, batch_invariant=True).spec
+    assert sm90.supports("flash_fwd", spec, "sm90") is not None
+    assert sm90.supports("flash_bwd", spec, "sm90") is None
+
+
+@pytest.mark.parametrize("warps", [1, 2, 4])
+def test_sums_stay_in_the_order_of_their_block(warps):
+    """Warps that share rows have whole parts of a sum: no step converts its layout."""
+    spec = decode_spec("bfloat16", 128, 2, 4, tokens=1, max_pages=8)
+    with use_configs({"paged_decode": {"num_warps": warps}}):
+        _, _, found = compile_kernels(replace(spec, batch_invariant=True), "sm90")[0]
+    steps = re.findall(r"scf\.for.*?scf\.yield", found.asm["ttgir"], re.DOTALL)
+    assert steps
+    assert not re.search(r"convert_layout.*xf32", "\n".join(steps))
 
 
 REFUSED = {

@@ -45,6 +45,7 @@ from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys as forward_k
 from torch_attn.kernels.sm90.halves import hand_over, receive_factor
 from torch_attn.kernels.sm90.paged_attention import paged_attention
 from torch_attn.kernels.sm90.queries import produce_queries
+from torch_attn.kernels.sm90.spans import tiles_to_span
 from torch_attn.layouts import layouts_of
 from twin_attention.contract.operands import (
     BlockSparseOperands,
@@ -434,6 +435,25 @@ def test_forward(case, mode):
     assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
 
 
+IN_SPANS = [
+    FlashCase("full", 2, 200, 640, 2, 1, batch_invariant=True),
+    FlashCase("causal", 1, 300, 700, 1, 1, 128, causal=True, sinks=True, batch_invariant=True),
+    FlashCase("window", 1, 140, 900, 1, 1, 80, window_size=(400, 0), row_max=True,
+              batch_invariant=True),
+    FlashCase("hidden rows", 1, 300, 150, 1, 1, causal=True, sinks=True, batch_invariant=True),
+    VarlenCase("packed", ((140, 650), (130, 300), (9, 9), (3, 0)), (20, 9), 2, 1,
+               batch_invariant=True),
+    VarlenCase("packed, window", ((140, 650), (70, 600)), (0, 5), 2, 2, 64,
+               window_size=(300, 0), batch_invariant=True),
+]  # fmt: skip
+SHORT_SPANS = {tiles_to_span: edited(tiles_to_span, "SPAN - start % SPAN", "256 - start % 256")}
+
+
+@in_turn(IN_SPANS)
+def test_forward_in_spans(case, mode):
+    assert check_forward(case, mode, BACKEND, SHORT_SPANS) == ["flash_fwd"]
+
+
 @pytest.mark.parametrize("case", [x for x in FORWARD if "one key" in x.name], ids=lambda x: x.name)
 def test_a_row_of_one_key_gives_its_value(case):
     """Without a maximum its p is not 1: the sum's rounding is undone."""
@@ -654,17 +674,18 @@ def test_forward_with_a_block_mask(mode, counts, request):
     check_results(dict(zip(("out", "lse"), results, strict=True)), expected)
 
 
+@pytest.mark.parametrize("in_spans", [False, True])
 @pytest.mark.parametrize(("left", "mode"), [(None, READS_FIRST), (9, WRITES_FIRST), (None, Mode())])
-def test_paged_attention(mode, left):
+def test_paged_attention(mode, left, in_spans):
     """Keys before the window hold NaN."""
     (case,) = paged_cases("small", "paged-chunks")
-    case = replace(case, window_size=None if left is None else (left, 0))
+    case = replace(case, window_size=None if left is None else (left, 0), batch_invariant=in_spans)
     inputs, spec = make_inputs(case, "cpu"), case.spec
     (expected,) = expectations(inputs, parts_of(spec))
     if left is not None:
         lengths = zip(case.lengths, case.new_tokens, strict=True)
         poison_before(inputs, [n - new - left for n, new in lengths])
-    with interpreted(mode) as launched:
+    with interpreted(mode, replace=SHORT_SPANS) as launched:
         results = paged_attention(PagedOperands(**inputs), spec, BACKEND)
     assert launched == ["paged_attention"]
     check_results(dict(zip(("out", "lse"), results, strict=True)), expected)

@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.targets.invariant import SPAN
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.steps import keys_of_query
 from twin_attention.targets.target import NUM_SMS
@@ -91,6 +92,14 @@ def _has_many_programs(spec: Spec) -> bool:
     return programs > 384 and (programs <= 640 or rows > 16)
 
 
+def _has_few_spans(spec: Spec) -> bool:
+    """With `batch_invariant`, the spans of a decode have an SM of an H200 each."""
+    if not (isinstance(spec, DecodeSpec) and spec.batch_invariant):
+        return False
+    spans = -(-spec.cache.capacity // SPAN)
+    return spans * spec.batch * spec.heads_kv <= NUM_SMS["sm90"]
+
+
 def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
     """The shapes of a decode of few query rows choose its splits.
 
@@ -109,6 +118,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "terms": _has_terms,
     "wide bias": lambda x: isinstance(x, AttentionSpec) and x.wide_bias,
     "batch invariant": lambda x: isinstance(x, AttentionSpec | DecodeSpec) and x.batch_invariant,
+    "few spans": _has_few_spans,
     "block mask": attrgetter("has_lists"),
     "packed": attrgetter("is_packed"),
     "part": attrgetter("is_part"),

@@ -71,7 +71,9 @@ class Family:
         if operation not in invariant.DERIVATIVES and invariant.is_asked_of(spec):
             missing = invariant.lacks(spec)
             if not self.batch_invariant:
-                missing = "with batch_invariant only Triton kernels of torch_attn run"
+                missing = (
+                    "with batch_invariant only Triton kernels of torch_attn or Gluon's for SM90 run"
+                )
         return missing or self.covers(operation, spec, target)
 
     def function(self, operation: str) -> Callable[..., Any]:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.kernels import Spec
 
-SPAN = 2048  # keys that are summed from nothing
+SPAN, BLOCK = 2048, 128  # keys that are summed from nothing, and at a time
 HEAD_DIM_MAX = 128  # with more, registers do not hold two sums of values
 DERIVATIVES = ("flash_bwd", "flash_jvp")  # promise no such bits
 _MOST_OF_PARTS = 2**28  # numbers of all spans' results together
 
 
-def is_asked_of(spec: Spec) -> bool:
+def is_asked_of(spec: Spec) -> TypeGuard[AttentionSpec | DecodeSpec]:
     """Return True for a problem with the option, unless it is empty and runs no kernel."""
     if not isinstance(spec, AttentionSpec | DecodeSpec):
         return False

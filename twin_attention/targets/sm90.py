@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
-from twin_attention.targets import sm80
+from twin_attention.targets import invariant, sm80
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
@@ -22,6 +22,9 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if reason := _too_wide(operation, spec):
         return reason
+    is_forward = operation not in invariant.DERIVATIVES
+    if is_forward and invariant.is_asked_of(spec) and spec.softcap is not None:
+        return "its softcap looks at several rows, which batch_invariant forbids"
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
         return _supports_paged(spec, target)
     if not isinstance(spec, AttentionSpec):

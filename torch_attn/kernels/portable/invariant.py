@@ -1,8 +1,6 @@
 """Forwards with `batch_invariant`: one kernel, so one order of sums, for all four functions.
 
-What decides a row's bits is in docs/semantics.md. Products round alike in tiles of any size. A sum
-of p does if no warp has a part of a block (configs: as many rows as keys, or one warp). Explicit
-multiply-adds keep a compiler from fusing others in another kernel.
+What decides a row's bits is in docs/semantics.md. Products round alike in tiles of any size.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +27,16 @@ from torch_attn.kernels.library.sequences import (
     offsets_of,
     rows_of_sequence,
 )
-from torch_attn.kernels.library.softmax import LN2, LOG2E
+from torch_attn.kernels.library.softmax import LN2
+from torch_attn.kernels.library.spans import (
+    PARTS,
+    SPAN,
+    add_block,
+    add_parts,
+    finish_rows,
+    join_rows,
+    update_maximum,
+)
 from torch_attn.kernels.library.tiles import padded_head_dim, visible_tiles
 from torch_attn.launch import KernelCall, Prepared, config_of, flash_arguments, launch
 from torch_attn.layouts import Layout
@@ -42,7 +49,6 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.schedule import heads_together, programs_of_sm
 from twin_attention.targets.splits import decode_kernel
 
-SPAN = tl.constexpr(invariant.SPAN)
 UNSPECIALIZED = [
     "num_tokens", "num_keys", "num_sequences", "num_pages", "max_pages", "together",
     "window_left", "window_right",
@@ -166,7 +172,8 @@ def _add_span(
     """Return the running softmax over a span's blocks among the tiles `seen`, left to right."""
     k_base, v_base = cache.k + head_kv * cache.k_strides.head, cache.v
     v_base += head_kv * cache.v_strides.head
-    m_i, l_i, acc = _no_keys(q.shape[0], HEAD_DIM_V)
+    m_i, _, acc = _no_keys(q.shape[0], HEAD_DIM_V)
+    sums = tl.zeros([q.shape[0], PARTS], tl.float32)
     stop = seen[0] // BLOCK_KV
     for kind in tl.static_range(3):  # tiles before and after the full ones are masked
         start, stop = stop, stop + seen[kind + 1]
@@ -202,48 +209,34 @@ def _add_span(
                         s, position[:, None], key[None, :], length, window_left, window_right
                     )
                 # p = exp(s - max), and rescale what was accumulated
-                m_new = tl.maximum(m_i, tl.max(s, 1) * rule.exp2_scale)
-                m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-                p = tl.exp2(tl.fma(s, rule.exp2_scale, -m_safe[:, None]))
-                alpha = tl.exp2(m_i - m_safe)
-                m_i, l_i = m_new, tl.fma(l_i, alpha, tl.sum(p, 1))
+                p, alpha, m_i = update_maximum(s, m_i, rule.exp2_scale, True)
+                sums = add_block(sums, alpha, p)
                 acc = acc * alpha[:, None]
                 # acc += p v
                 v = load_rows_at(
                     v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, acc.shape[1]
                 )
                 acc = tl.dot(p.to(v.dtype), v, acc)
-    return m_i, l_i, acc
+    return m_i, add_parts(sums), acc
 
 
 @triton.jit
 def _fold(m_i, l_i, acc, m_span, l_span, acc_span):
     """Add the running softmax of the next span to that of the spans before."""
-    m_new = tl.maximum(m_i, m_span)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha, beta = tl.exp2(m_i - m_safe), tl.exp2(m_span - m_safe)
-    acc = tl.fma(acc, alpha[:, None], acc_span * beta[:, None])
-    return m_new, tl.fma(l_i, alpha, l_span * beta), acc
+    m_i, l_i, alpha, beta = join_rows(m_i, l_i, m_span, l_span)
+    return m_i, l_i, tl.fma(acc, alpha[:, None], acc_span * beta[:, None])
 
 
 @triton.jit
 def _store_rows(
     sinks_ptr, out_ptr, lse_ptr, head, at, at_lse, is_row, m_i, l_i, acc, SIZE: tl.constexpr
 ):
-    has_keys = m_i != float("-inf")
+    sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
-        m_new = tl.maximum(m_i, sink * LOG2E)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m_i - m_safe)
-        l_i = tl.fma(l_i, alpha, tl.exp2(tl.fma(sink, LOG2E, -m_safe)))
-        acc, m_i = acc * alpha[:, None], m_new
-    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    lse = tl.fma(m_i, LN2, tl.log(l_safe))
-    if sinks_ptr is not None:  # without keys it is the sink, as where no kernel runs
-        lse = tl.where(has_keys, lse, sink)
+    factor, lse = finish_rows(m_i, l_i, sink)
     tl.store(lse_ptr + at_lse, lse, mask=is_row)
-    out = (acc + 0.0) / l_safe[:, None]
+    out = tl.fma(acc, factor[:, None], 0.0)  # no -0.0
     store_rows_at(out_ptr, out, (at,), (SIZE,), is_row, SIZE, acc.shape[1])
 
 

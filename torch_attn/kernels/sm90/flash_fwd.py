@@ -116,6 +116,8 @@ def flash_fwd_kernel(
     out_tile = q_tile
     if OUT == "staged":
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
+    elif OUT == "in sums":
+        out_tile = allocate_tile(dtype, 2 * NUM_CONSUMERS, 64, HEAD_DIM_V)
     bias_tile = q_tile
     if terms.bias.boxes is not None:
         bias_tile = allocate_bias_boxes(terms.bias.boxes, NUM_STAGES, BLOCK_Q, BLOCK_KV)
@@ -156,6 +158,7 @@ def flash_fwd_kernel(
                 tiles, barriers, shared, counter_ptr, (q, k, v), terms.bias, carried, problem,
                 window_left, window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 sinks_ptr is None and OUT == "part" and results.carry is not None,
+                OUT == "in sums",
             ))
             for part in ((0, 1, 2) if NUM_CONSUMERS < 3 else (0, 1, 2, 3))
         ],
@@ -255,7 +258,8 @@ def _room_for(
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
     keys = config.num_stages * config.block_kv
     rows = keys + tiles_q * config.block_q
-    rows_v = keys + (0 if out_in_q else config.block_q)
+    tiles_of_out = 0 if out_in_q else 2 if spec.batch_invariant else 1
+    rows_v = keys + tiles_of_out * config.block_q
     size = 2 * (columns * rows + columns_v * rows_v) + size_of_bias + 1024
     if sm90.first_columns(spec.head_dim_v) < spec.head_dim_v:
         size += 64 * (2 * config.block_kv + 4)  # of `Halves`
@@ -271,5 +275,7 @@ def _columns_agree(spec: AttentionSpec) -> bool:
 def _place_of_out(spec: AttentionSpec, config: SpecializedConfig, size_of_bias: int) -> str:
     if isinstance(spec, PartialSpec) and not spec.last:
         return "part"
+    if spec.batch_invariant:
+        return "in sums"
     staged = not _columns_agree(spec) or _room_for(spec, config, 1, size_of_bias)
     return "staged" if staged else "in q"

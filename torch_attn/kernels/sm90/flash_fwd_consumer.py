@@ -60,6 +60,16 @@ from torch_attn.kernels.sm90.halves import (
     hand_over_factor,
     receive_factor,
 )
+from torch_attn.kernels.sm90.spans import (
+    add_sums,
+    end_span,
+    from_left,
+    join_span,
+    no_spans,
+    normalise,
+    tiles_to_span,
+    update_in_span,
+)
 from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
@@ -98,11 +108,13 @@ class Softmax(NamedTuple):
         bounded: capped scores need no maximum in a dtype with the range of float32: m_i stays 0.
         on_demand: acc is rescaled only where m_i rises much.
         sink_last: the maximum excludes the sink, which joins at the end.
+        in_spans: with the order of sums of `batch_invariant`.
     """
 
     bounded: Any
     on_demand: Any
     sink_last: Any
+    in_spans: Any
 
 
 @gluon.jit
@@ -123,6 +135,7 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
     OUT_IN_Q: gl.constexpr = kernel.results.place == "in q"
     # Where the caller asks for a row's largest score, it is m_i, without the sink.
     ASKED: gl.constexpr = kernel.results.row_max is not None
+    IN_SPANS: gl.constexpr = kernel.results.place == "in sums"
     IS_PLAIN: gl.constexpr = (
         kernel.problem.intervals is None  # a row that sees one key is known
         and kernel.problem.tiles is None
@@ -131,9 +144,10 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
     )
     BOUNDED: gl.constexpr = (
         kernel.rule.small_cap and q_tile[0].dtype == gl.bfloat16 and IS_PLAIN and not ASKED
-        and kernel.halves is None
+        and kernel.halves is None and not IN_SPANS
     )  # fmt: skip
     ON_DEMAND: gl.constexpr = rescales_on_demand(kernel.head_dim_v) and not ASKED
+    SINK_LAST: gl.constexpr = BOUNDED or ASKED or IN_SPANS
     step = 0  # counted over all items
     turn = 0
     if kernel.ping_pong and CONSUMER == NUM_CONSUMERS - 1:
@@ -147,8 +161,8 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
         ahead = (_compute_ahead(kernel, exists, CONSUMER),)
     while item < kernel.problem.num_items:
         queries = own_queries(kernel, item, place, CONSUMER, BLOCK_KV)
-        packed, m_i, l_i, acc, step = _visit_keys(
-            kernel, Softmax(BOUNDED, ON_DEMAND, BOUNDED or ASKED), queries, ahead, q_slot, step,
+        packed, m_i, l_i, acc, spans, step = _visit_keys(
+            kernel, Softmax(BOUNDED, ON_DEMAND, SINK_LAST, IN_SPANS), queries, ahead, q_slot, step,
             turn, CONSUMER,
         )  # fmt: skip
         if not OUT_IN_Q:
@@ -158,8 +172,8 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
         if kernel.ahead:
             q_slot = (turn * NUM_CONSUMERS + CONSUMER) % NUM_TILES_Q
         ahead = _finish_rows(
-            kernel, Softmax(BOUNDED, ON_DEMAND, BOUNDED or ASKED), queries, item, q_slot, step,
-            turn, packed, m_i, l_i, acc, CONSUMER,
+            kernel, Softmax(BOUNDED, ON_DEMAND, SINK_LAST, IN_SPANS), queries, item, q_slot, step,
+            turn, packed, m_i, l_i, acc, spans, CONSUMER,
         )  # fmt: skip
         if OUT_IN_Q:
             tma.store_wait(0)
@@ -185,21 +199,63 @@ def _compute_ahead(kernel, exists, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _visit_keys(kernel, softmax, queries, ahead, q_slot, step, turn, CONSUMER: gl.constexpr):
-    """Visit an item's tiles of keys; return (packed, m_i, l_i, acc, step); acc lacks packed, p."""
+    """Visit an item's tiles of keys; return (packed, m_i, l_i, acc, spans, step).
+
+    acc lacks packed, p. spans: (), or the `Spans` before m_i, l_i and acc.
+    """
     _begin, before, full, after = queries.work.visits
     packed, m_i, l_i, acc = _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER)
+    spans = ()
     index = 1
     step += 1
-    for masked in gl.static_range(1 if kernel.edges else 0, -1, -1):
-        end = before + after if masked else before + full + after
-        while index < end:
-            packed, m_i, l_i, acc = _visit(
-                kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, masked,
-                CONSUMER,
+    if softmax.in_spans:
+        packed, m_i, l_i, acc, spans, step = _visit_spans(
+            kernel, softmax, queries, step, q_slot, packed, m_i, l_i, acc, CONSUMER
+        )
+    else:
+        for masked in gl.static_range(1 if kernel.edges else 0, -1, -1):
+            end = before + after if masked else before + full + after
+            while index < end:
+                packed, m_i, l_i, acc, spans = _visit(
+                    kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, spans,
+                    masked, False, CONSUMER,
+                )  # fmt: skip
+                index += 1
+                step += 1
+    return packed, m_i, l_i, acc, spans, step
+
+
+@gluon.jit
+def _visit_spans(
+    kernel, softmax, queries, step, q_slot, packed, m_i, l_i, acc, CONSUMER: gl.constexpr
+):  # fmt: skip
+    """Visit the tiles of keys after the first one from left to right."""
+    BLOCK_KV: gl.constexpr = kernel.tiles[1][0].shape[3]
+    begin, before, full, after = queries.work.visits
+    spans = no_spans(m_i)
+    index, total = 1, before + full + after
+    end = tiles_to_span(begin, BLOCK_KV)
+    while index < total:
+        end = gl.minimum(end, total)
+        ends = (gl.minimum(before, end), gl.minimum(before + full, end), end)
+        for kind in gl.static_range(1 if kernel.left is None else 0, len(ends)):
+            if kernel.edges or kind == 1:
+                while index < ends[kind]:
+                    packed, m_i, l_i, acc, spans = _visit(
+                        kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc,
+                        spans, kind != 1, False, CONSUMER,
+                    )  # fmt: skip
+                    index += 1
+                    step += 1
+        if index < total:
+            packed, m_i, l_i, acc, spans = _visit(
+                kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, spans,
+                kernel.edges, True, CONSUMER,
             )  # fmt: skip
             index += 1
             step += 1
-    return packed, m_i, l_i, acc, step
+        end += tiles_to_span(0, BLOCK_KV)
+    return packed, m_i, l_i, acc, spans, step
 
 
 @gluon.jit
@@ -246,10 +302,10 @@ def _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER: gl.const
 
 @gluon.jit
 def _visit(
-    kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, MASKED: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, spans,
+    MASKED: gl.constexpr, STARTS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Compute p of a tile of keys while p·v of the previous one runs."""
+    """Compute p of a tile of keys while p·v of the previous one runs; STARTS: it starts a span."""
     q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, _q_read, k_full, v_full = kernel.barriers
     NUM_CONSUMERS: gl.constexpr = kernel.block_q // 64
@@ -299,11 +355,17 @@ def _visit(
         right, l_i = bounded_update(right, l_i, kernel.rule, MASKED)
         packed = join_columns(left, right, packed)
     else:
+        if STARTS:
+            spans, of_spans, of_span = join_span(spans, m_i, l_i)
+            m_i, l_i = gl.full_like(m_i, float("-inf")), gl.zeros_like(l_i)
         e, alpha, m_i, l_i = _update(kernel, softmax, s, shift, unit, m_i, l_i, MASKED)
         # Rescale what was accumulated
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
-        acc = rescale(acc, alpha, softmax.on_demand)
+        if STARTS:
+            acc = end_span(kernel.tiles[3], spans, acc, of_spans, of_span, CONSUMER)
+        else:
+            acc = rescale(acc, alpha, softmax.on_demand)
         packed = pack(e, dtype)
         if DROPS:
             packed = drop_packed(packed, kept)
@@ -311,12 +373,12 @@ def _visit(
         clear_visited((v_tile,), (v_full,), step, kernel.problem, queries, index, start)
     if kernel.halves is not None:
         hand_over(kernel.halves, packed, (alpha,), "edge, given" if MASKED else "full, given")
-    return packed, m_i, l_i, acc
+    return packed, m_i, l_i, acc, spans
 
 
 @gluon.jit
 def _finish_rows(
-    kernel, softmax, queries, item, q_slot, step, turn, packed, m_i, l_i, acc,
+    kernel, softmax, queries, item, q_slot, step, turn, packed, m_i, l_i, acc, spans,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Add the last p·v, and store the rows; return q·kᵀ of the next item's first tile, or ().
@@ -350,8 +412,12 @@ def _finish_rows(
         ahead = (warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,)),)
         if item < kernel.problem.num_items:
             arrive(K_READ + slot, READERS)
-    # Reduce the row sums over each quad.
-    l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, layout))
+    if softmax.in_spans:
+        spans, alpha, beta = join_span(spans, m_i, l_i)
+        m_i, l_i = spans.m_i, spans.l_i
+    else:
+        # Reduce the row sums over each quad.
+        l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, layout))
     factor = 1.0
     if softmax.bounded:
         m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
@@ -363,7 +429,12 @@ def _finish_rows(
     arrive(V_READ + previous, _readers_of_values(kernel.block_q, kernel.halves is None))
     if kernel.halves is not None:
         hand_over_factor(kernel.halves, factor / l_safe)
-    store_out(kernel, queries, scale_rows(acc, factor / l_safe), CONSUMER)
+    if softmax.in_spans:
+        acc = add_sums(kernel.tiles[3], spans, acc, alpha, beta, CONSUMER)
+        acc = normalise(acc, factor)
+    else:
+        acc = scale_rows(acc, factor / l_safe)
+    store_out(kernel, queries, acc, CONSUMER)
     return ahead
 
 
@@ -404,9 +475,10 @@ def _readers_of_values(block_q, is_whole):
 @gluon.jit
 def _first_key(kernel, queries, index, BLOCK_KV: gl.constexpr):
     work = queries.work
-    return kept_start(
-        kernel.lists, work.batch, work.head, work.rows.start, index, work.visits, BLOCK_KV
-    )
+    visits = work.visits
+    if kernel.results.place == "in sums":
+        visits = from_left(visits)
+    return kept_start(kernel.lists, work.batch, work.head, work.rows.start, index, visits, BLOCK_KV)
 
 
 @gluon.jit
@@ -486,6 +558,10 @@ def _scores(kernel, queries, s, offset, bias, of_keys, start, MASKED: gl.constex
 def _update(kernel, softmax, s, shift, unit, m_i, l_i, MASKED: gl.constexpr):
     if adds_terms(kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes):
         e, alpha, m_i, l_i = added_softmax_update(s, shift, unit, m_i, l_i)
+    elif softmax.in_spans:
+        if not MASKED:
+            s = scaled_scores(s, kernel.rule)
+        e, alpha, m_i, l_i = update_in_span(s, m_i, l_i, kernel.rule.exp2_scale, MASKED)
     else:
         e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, kernel.rule, MASKED, softmax.on_demand)
     return e, alpha, m_i, l_i

@@ -10,6 +10,7 @@ from torch_attn.kernels.explicit.carry import head_rows, prefetch_carry
 from torch_attn.kernels.explicit.items import next_item, own_item
 from torch_attn.kernels.explicit.terms import bias_box_bytes, load_bias_box
 from torch_attn.kernels.explicit.tma import load_pieces, load_tile, tile_bytes
+from torch_attn.kernels.sm90.spans import from_left
 from torch_attn.kernels.sm90.work import locate_queries
 
 
@@ -41,8 +42,13 @@ def produce_keys(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     PASSES_OVER: gl.constexpr,
+    FROM_LEFT: gl.constexpr,
 ):
-    """Load tiles in one warp; PASSES_OVER: one that sees no key in its intervals is not an item."""
+    """Load tiles in one warp.
+
+    PASSES_OVER: one that sees no key in its intervals is not an item. FROM_LEFT: no masked tile of
+    keys goes first.
+    """
     q_tile, k_tile, v_tile, _out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     q, k, v = loads
@@ -64,6 +70,8 @@ def produce_keys(
         batch, head, rows, keys, visible = locate_queries(
             item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
         )
+        if FROM_LEFT:
+            visible = from_left(visible)
         _begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         total = before + full + after

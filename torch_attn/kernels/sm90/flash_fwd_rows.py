@@ -13,6 +13,7 @@ from torch_attn.kernels.explicit.tma import store_result
 from torch_attn.kernels.explicit.wgmma import product_layout, zeros
 from torch_attn.kernels.explicit.wgmma_terms import rounding_of_maximum
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, rest_of_lse, row_statistics
+from torch_attn.kernels.library.spans import finish_rows, sum_block
 from torch_attn.kernels.sm90.halves import first_columns
 
 
@@ -23,7 +24,8 @@ class Results(NamedTuple):
         lse, row_max: [B, Hq, Sq] float32, natural logarithm, and the largest score.
         carry: [B, Sq, Hq, Dv] float32, the result over other keys, with its lse in `lse`.
         place: from where a tile of out is stored: "staged", shared memory of its own; "in q", that
-            of the queries; or "part", registers, in float32 by its pointer.
+            of the queries; "in sums", that of the spans before (`batch_invariant`); or "part",
+            registers, in float32 by its pointer.
         rest: as lse, `rest_of_lse`.
     """
 
@@ -41,7 +43,11 @@ def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
     layout: gl.constexpr = product_layout(BLOCK_KV)
     start = 0.0 if softmax.bounded else float("-inf")
     m_i = gl.full([64], start, gl.float32, queries.rows.type.layout)
-    l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
+    no_scores = gl.zeros([64, BLOCK_KV], gl.float32, layout)
+    if softmax.in_spans:
+        l_i = sum_block(no_scores)
+    else:
+        l_i = add_columns(no_scores)
     if kernel.sinks_ptr is not None and not softmax.sink_last:
         # Start the maximum at the sink, so that acc is not rescaled for it at the end.
         sink = gl.load(kernel.sinks_ptr + queries.work.head)
@@ -80,17 +86,25 @@ def store_statistics(kernel, queries, m_i, l_i, factor, SINK_LAST: gl.constexpr)
     """Store a row's statistics; return acc's factor, applied in any case, and divisor."""
     work, rows = queries.work, queries.rows
     ADDED: gl.constexpr = kernel.results.rest is not None
+    IN_SPANS: gl.constexpr = kernel.results.place == "in sums"
     row_max = m_i
     if ADDED:
         exact = gl.exp2(-rounding_of_maximum(m_i))
         l_i, factor = l_i * exact, factor * exact
-    if kernel.sinks_ptr is not None:
+    if kernel.sinks_ptr is not None and not IN_SPANS:
         alpha, m_i, l_i = add_sink(gl.load(kernel.sinks_ptr + work.head), m_i, l_i, ADDED)
         if SINK_LAST:
             factor = factor * alpha
     if kernel.terms.seed is not None:
         factor = factor * kernel.terms.dropout.scale
-    l_safe, lse = row_statistics(m_i, l_i, ADDED)
+    l_safe = 1.0
+    if IN_SPANS:
+        sink = None
+        if kernel.sinks_ptr is not None:
+            sink = gl.load(kernel.sinks_ptr + work.head)
+        factor, lse = finish_rows(m_i, l_i, sink)
+    else:
+        l_safe, lse = row_statistics(m_i, l_i, ADDED)
     first = (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
     exists = rows < work.rows.end
     if ADDED:
@@ -118,8 +132,9 @@ def store_out(kernel, queries, acc, CONSUMER: gl.constexpr, FIRST: gl.constexpr 
         if kernel.results.place != "in q":
             tma.store_wait(0)
             barrier()
+        SLOTS: gl.constexpr = kernel.tiles[3][0].shape[0] // (kernel.block_q // 64)
         store_result(
-            kernel.results.out, kernel.tiles[3], CONSUMER, acc, work.batch, work.head,
+            kernel.results.out, kernel.tiles[3], CONSUMER * SLOTS, acc, work.batch, work.head,
             queries.first, end, heads, kernel.problem.num_sequences is not None,
             kernel.head_dim_v, FIRST,
         )  # fmt: skip

@@ -22,7 +22,10 @@ from torch_attn.kernels.explicit.barriers import (
     V_READ,
     allocate_barriers,
     arrive,
+    pass_turn,
+    take_turn,
     wait_for_all,
+    wait_for_step,
 )
 from torch_attn.kernels.explicit.pages import find_pages, load_pages
 from torch_attn.kernels.explicit.registers import pack, unpack
@@ -52,6 +55,17 @@ from torch_attn.kernels.explicit.wgmma import (
 from torch_attn.kernels.explicit.wgmma_scores import hide, scaled_scores, softmax_update
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
+from torch_attn.kernels.library.spans import finish_rows, sum_block
+from torch_attn.kernels.sm90.spans import (
+    add_sums,
+    end_span,
+    from_left,
+    join_span,
+    no_spans,
+    normalise,
+    tiles_to_span,
+    update_in_span,
+)
 from torch_attn.launch import KernelCall, Prepared, launch, rule_argument
 from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
@@ -92,12 +106,14 @@ def paged_attention_kernel(
     BLOCK_KV: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     PING_PONG: gl.constexpr,
+    IN_SPANS: gl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one kv head of a sequence.
 
     Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. A
     producer and two consumers work as in `flash_fwd_kernel`, in turn with PING_PONG; so do loop
     invariant and accumulation. GROUP_SIZE is a power of two up to 64, PAGE_SIZE one from 16 on.
+    IN_SPANS: with the order of sums of `batch_invariant`.
 
     q, k and v are TMA descriptors, one for each column piece: of [Tq, Hq, D], and of
     [P, Hkv, page_size, D]. out [Tq, Hq, Dv] and lse [Hq, Tq] are contiguous. Grid: (kv heads, row
@@ -109,6 +125,9 @@ def paged_attention_kernel(
     q_tile = allocate_tile(q[0].dtype, 2, 64, HEAD_DIM)
     k_tile = allocate_tile(q[0].dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(q[0].dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
+    sums_tile = ()
+    if IN_SPANS:
+        sums_tile = allocate_tile(q[0].dtype, 4, 64, HEAD_DIM_V)
     q_full = allocate_barriers(1)
     k_full = allocate_barriers(NUM_STAGES)
     v_full = allocate_barriers(NUM_STAGES)
@@ -124,7 +143,7 @@ def paged_attention_kernel(
     length = gl.minimum(gl.maximum(length, 0), capacity)
     table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
 
-    tiles = (q_tile, k_tile, v_tile)
+    tiles = (q_tile, k_tile, v_tile, sums_tile)
     barriers = (q_full, k_full, v_full)
     place = (head_kv, first_token, tokens, start_row, length)
     # Variables would turn constants, and what may be None, into tensors.
@@ -188,7 +207,7 @@ def _produce(
     HEAD_DIM_V: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):
-    q_tile, k_tile, v_tile = tiles
+    q_tile, k_tile, v_tile, sums_tile = tiles
     q_full, k_full, v_full = barriers
     q, k, v = loads
     head_kv, first_token, _tokens, start_row, _length = place
@@ -199,6 +218,8 @@ def _produce(
         place, window_left, GROUP_SIZE, BLOCK_Q, BLOCK_KV
     )
     total = before + full + after
+    if len(sums_tile) > 0:
+        begin, before, full, after = from_left((begin, before, full, after))
     for i in range(gl.where(total > 0, total + 1, 0)):
         # Keys are loaded one tile ahead of values, in the order of use.
         if i < total:
@@ -257,12 +278,13 @@ def _consume(
     BLOCK_Q: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
-    q_tile, k_tile, v_tile = tiles
+    q_tile, k_tile, v_tile, sums_tile = tiles
     q_full, k_full, v_full = barriers
     head_kv, first_token, tokens, start_row, length = place
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 2 * 128 + 32
+    IN_SPANS: gl.constexpr = len(sums_tile) > 0
     ON_DEMAND: gl.constexpr = rescales_on_demand(HEAD_DIM_V)
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
@@ -279,8 +301,13 @@ def _consume(
         position = length - tokens + token
         is_row = token < tokens
         m_i = gl.full([64], float("-inf"), gl.float32, of_row)
-        l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
-        if sinks_ptr is not None:
+        no_scores = gl.zeros([64, BLOCK_KV], gl.float32, layout)
+        spans = ()
+        if IN_SPANS:
+            l_i, spans = sum_block(no_scores), no_spans(m_i)
+        else:
+            l_i = add_columns(no_scores)
+        if sinks_ptr is not None and not IN_SPANS:
             # Start the maximum at the sink, so that acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
         acc = zeros(64, HEAD_DIM_V)
@@ -291,69 +318,136 @@ def _consume(
         s = product_scores(q_tile, CONSUMER, k_tile, 0, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         arrive(K_READ, READERS)
-        start = step_start(0, begin, before, full, after, BLOCK_KV)
+        visits = (begin, before, full, after)
+        if IN_SPANS:
+            visits = from_left(visits)
+        start = step_start(0, *visits, BLOCK_KV)
         s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
-        e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True, ON_DEMAND)
+        if IN_SPANS:
+            e, _alpha, m_i, l_i = update_in_span(s, m_i, l_i, rule.exp2_scale, True)
+        else:
+            e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True, ON_DEMAND)
         packed = pack(e, dtype)
         clear_rows(v_tile, 0, end - start, v_full.index(0), 0)
         if window_left is not None:
             clear_rows(v_tile, 0, hidden, v_full.index(0), 0, BEFORE=True)
 
         # Visit the other tiles of keys that these rows see; only tiles at the edges are masked.
-        index = 1
-        for masked in gl.static_range(1, -1, -1):
-            steps = before + full + after
-            if masked:
-                steps = before + after
-            while index < steps:
-                slot = index % NUM_STAGES
-                previous = (index - 1) % NUM_STAGES
-                # s = scale · q kᵀ, and acc += p v for the previous tile
-                mbarrier.wait(k_full.index(slot), index // NUM_STAGES & 1)
-                if PING_PONG:
-                    wait_for_all(TURN + CONSUMER, 256)
-                s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
-                mbarrier.wait(v_full.index(previous), (index - 1) // NUM_STAGES & 1)
-                p = unpack(packed, dtype, layout, "edge" if masked else "full")
-                acc = add_product(acc, p, v_tile, previous)
-                if PING_PONG:
-                    arrive(TURN + 1 - CONSUMER, 256)
-                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                arrive(K_READ + slot, READERS)
-                # p = exp(s - max)
-                if masked:
-                    s = scaled_scores(s, rule)
-                    start = step_start(index, begin, before, full, after, BLOCK_KV)
-                    s = hide(s, position, start, end, window_left, 0)
-                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked, ON_DEMAND)
-                # Rescale what was accumulated
-                acc, p = wait_product(acc, p)
-                arrive(V_READ + previous, READERS)
-                acc = rescale(acc, alpha, ON_DEMAND)
-                packed = pack(e, dtype)
-                if masked:
-                    clear_rows(
-                        v_tile, slot, end - start, v_full.index(slot), index // NUM_STAGES & 1
-                    )
-                index += 1
+        own = (position, end, visits, window_left)
+        index, total = 1, before + full + after
+        if IN_SPANS:
+            span_end = tiles_to_span(begin, BLOCK_KV)
+            while index < total:
+                span_end = gl.minimum(span_end, total)
+                for kind in gl.static_range(1 if window_left is None else 0, 3):
+                    steps = span_end
+                    if kind < 2:
+                        steps = gl.minimum(before + full if kind else before, span_end)
+                    while index < steps:
+                        packed, m_i, l_i, acc, spans = _visit(
+                            tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans,
+                            kind != 1, False, CONSUMER, HEAD_DIM, HEAD_DIM_V, PING_PONG,
+                        )  # fmt: skip
+                        index += 1
+                if index < total:
+                    packed, m_i, l_i, acc, spans = _visit(
+                        tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans,
+                        True, True, CONSUMER, HEAD_DIM, HEAD_DIM_V, PING_PONG,
+                    )  # fmt: skip
+                    index += 1
+                span_end += tiles_to_span(0, BLOCK_KV)
+        else:
+            for masked in gl.static_range(1, -1, -1):
+                while index < (before + after if masked else total):
+                    packed, m_i, l_i, acc, spans = _visit(
+                        tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans,
+                        masked, False, CONSUMER, HEAD_DIM, HEAD_DIM_V, PING_PONG,
+                    )  # fmt: skip
+                    index += 1
 
         # The last p·v
         previous = (index - 1) % NUM_STAGES
         mbarrier.wait(v_full.index(previous), (index - 1) // NUM_STAGES & 1)
         p = unpack(packed, dtype, layout, "last")
         acc = add_product(acc, p, v_tile, previous)
-        # Reduce the row sums over each quad.
-        l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
+        sink = None
         if sinks_ptr is not None:
-            _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
-        l_safe, lse = row_statistics(m_i, l_i)
+            sink = gl.load(sinks_ptr + head)
+        if IN_SPANS:
+            spans, alpha, beta = join_span(spans, m_i, l_i)
+            factor, lse = finish_rows(spans.m_i, spans.l_i, sink)
+        else:
+            # Reduce the row sums over each quad.
+            l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
+            if sinks_ptr is not None:
+                _alpha, m_i, l_i = add_sink(sink, m_i, l_i)
+            l_safe, lse = row_statistics(m_i, l_i)
         gl.store(lse_ptr + head.to(gl.int64) * num_tokens + first_token + token, lse, mask=is_row)
         acc, p = wait_product(acc, p)
 
         # Normalise and store.
-        acc = scale_rows(acc, 1.0 / l_safe)
+        if IN_SPANS:
+            acc = add_sums(sums_tile, spans, acc, alpha, beta, CONSUMER)
+            acc = normalise(acc, factor)
+        else:
+            acc = scale_rows(acc, 1.0 / l_safe)
         out_row = (first_token + token).to(gl.int64) * (HEADS_KV * GROUP_SIZE) + head
         _store_rows(out_ptr, acc, out_row, is_row, HEAD_DIM_V)
+
+
+@gluon.jit
+def _visit(
+    tiles, barriers, own, rule, index, packed, m_i, l_i, acc, spans, MASKED: gl.constexpr,
+    STARTS: gl.constexpr, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, PING_PONG: gl.constexpr,
+):  # fmt: skip
+    """Compute p of a tile of keys while p·v of the previous one runs; STARTS: it starts a span."""
+    q_tile, k_tile, v_tile, sums_tile = tiles
+    _q_full, k_full, v_full = barriers
+    position, end, visits, window_left = own
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    READERS: gl.constexpr = 2 * 128 + 32
+    ON_DEMAND: gl.constexpr = rescales_on_demand(HEAD_DIM_V)
+    dtype: gl.constexpr = q_tile[0].dtype
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    slot, previous = index % NUM_STAGES, (index - 1) % NUM_STAGES
+    # s = scale · q kᵀ, and acc += p v for the previous tile
+    wait_for_step(k_full, index)
+    if PING_PONG:
+        take_turn(CONSUMER)
+    s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+    wait_for_step(v_full, index - 1)
+    p = unpack(packed, dtype, layout, "edge" if MASKED else "full")
+    acc = add_product(acc, p, v_tile, previous)
+    if PING_PONG:
+        pass_turn(CONSUMER, 2)
+    s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+    arrive(K_READ + slot, READERS)
+    # p = exp(s - max)
+    start = step_start(index, *visits, BLOCK_KV)
+    if MASKED:
+        s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
+    if STARTS:
+        spans, of_spans, of_span = join_span(spans, m_i, l_i)
+        m_i, l_i = gl.full_like(m_i, float("-inf")), gl.zeros_like(l_i)
+    if len(sums_tile) > 0:
+        if not MASKED:
+            s = scaled_scores(s, rule)
+        e, alpha, m_i, l_i = update_in_span(s, m_i, l_i, rule.exp2_scale, MASKED)
+    else:
+        e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, MASKED, ON_DEMAND)
+    # Rescale what was accumulated
+    acc, p = wait_product(acc, p)
+    arrive(V_READ + previous, READERS)
+    if STARTS:
+        acc = end_span(sums_tile, spans, acc, of_spans, of_span, CONSUMER)
+    else:
+        acc = rescale(acc, alpha, ON_DEMAND)
+    packed = pack(e, dtype)
+    if MASKED:
+        clear_rows(v_tile, slot, end - start, v_full.index(slot), index // NUM_STAGES & 1)
+    return packed, m_i, l_i, acc, spans
 
 
 @gluon.jit
@@ -409,6 +503,7 @@ def _prepare(call: KernelCall) -> Prepared:
         "PAGE_SIZE": cache.page_size,
         "HEAD_DIM": spec.head_dim,
         "HEAD_DIM_V": spec.head_dim_v,
+        "IN_SPANS": spec.batch_invariant,
     }
     return (num_row_tiles(spec, config.block_q) * spec.heads_kv,), arguments
 
