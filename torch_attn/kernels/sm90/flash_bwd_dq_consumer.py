@@ -18,12 +18,11 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_step,
 )
 from torch_attn.kernels.explicit.carry import add_carry, head_rows
-from torch_attn.kernels.explicit.hidden import hide_keys, load_keys
+from torch_attn.kernels.explicit.hidden import load_keys
 from torch_attn.kernels.explicit.items import own_item
-from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import rows_have_padding, step_start
-from torch_attn.kernels.explicit.terms import adds_terms, drop_scaled, prepare_tile, store_bias
+from torch_attn.kernels.explicit.terms import adds_terms, drop_scaled, store_bias
 from torch_attn.kernels.explicit.tma import (
     clear_padding,
     clear_rows,
@@ -39,12 +38,12 @@ from torch_attn.kernels.explicit.wgmma import (
     wait_product,
     zeros,
 )
-from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
+from torch_attn.kernels.explicit.wgmma_scores import exponents
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
 from torch_attn.kernels.sm90.halves import add_handed, first_columns, hand_over
-from torch_attn.kernels.sm90.work import clear_visited, own_queries
+from torch_attn.kernels.sm90.work import clear_visited, own_queries, shown_scores, terms_of_tile
 
 
 class Kernel(NamedTuple):
@@ -141,7 +140,7 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(slot_q ^ 2), count=1, pred=turn > 0)
     s = product_scores(q_tile, slot_q, k_tile, step % k_tile[0].shape[0], kernel.head_dim, layout)
-    of_tile = _terms_of_tile(kernel, queries, start, BLOCK_KV)
+    of_tile = terms_of_tile(kernel, queries, start, BLOCK_KV)
     mbarrier.wait(do_full.index(slot_q), phase)
     statistics = _row_statistics(kernel, queries, place, lse, slot_q, phase)
     wait_for_step(v_full, step)
@@ -182,7 +181,7 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
     # dp = dout vᵀ
     wait_for_step(v_full, step)
     dp = product_scores(do_tile, slot_q, v_tile, slot_v, kernel.head_dim_v, layout)
-    of_tile = _terms_of_tile(kernel, queries, start, BLOCK_KV)
+    of_tile = terms_of_tile(kernel, queries, start, BLOCK_KV)
     # p = exp(s - lse)
     s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
     of_keys = (0, 0, 0, False)
@@ -358,38 +357,15 @@ def _dot_out(kernel, queries, slot_q, phase):
 
 
 @gluon.jit
-def _terms_of_tile(kernel, queries, start, BLOCK_KV: gl.constexpr):
-    work, pairs = queries.work, queries.pairs
-    return prepare_tile(
-        kernel.terms, queries.terms, pairs.first, start, start - pairs.position, work.rows.end,
-        work.keys.size, 64, BLOCK_KV, product_layout(BLOCK_KV),
-    )  # fmt: skip
-
-
-@gluon.jit
 def _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED: gl.constexpr):
     """Return p ∘ dcap, the factor of dp - delta in ds."""
     ADDS: gl.constexpr = adds_terms(
         kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
     )
-    end, left, right = queries.work.keys.size, kernel.left, kernel.right
-    if kernel.problem.intervals is not None:
-        left, right = 0, queries.right[:, None]
-    if kernel.q_ranges is not None:
-        end, left, right = None, None, None
+    s, scale, dcap = shown_scores(kernel, queries, s, start, of_keys, of_tile, MASKED)
     rest2 = statistics.rest2
     if ADDS:
         rest2 = rest2[:, None]
-    key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    s, scale, dcap = visible_scores(
-        s, queries.position[:, None], key[None, :], end, kernel.rule, left, right, MASKED,
-        kernel.terms, queries.terms, of_tile,
-    )  # fmt: skip
-    if MASKED:
-        limits = Limits(start, queries.work.keys.size, None, kernel.left, kernel.right)
-        s = hide_keys(
-            s, kernel.problem, kernel.q_ranges, queries.marks, queries.position, of_keys, limits
-        )
     return gl.exp2(exponents(s, scale, statistics.lse2[:, None], rest2, ADDS)) * dcap
 
 

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.explicit.block_mask import kept_tiles
-from torch_attn.kernels.explicit.hidden import mark_queries
+from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
@@ -15,10 +15,12 @@ from torch_attn.kernels.explicit.items import (
     locate_pairs,
     tiles_of_list,
 )
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.steps import step_has_padding
-from torch_attn.kernels.explicit.terms import head_terms
+from torch_attn.kernels.explicit.terms import head_terms, prepare_tile
 from torch_attn.kernels.explicit.tma import clear_padding, clear_rows
 from torch_attn.kernels.explicit.wgmma import product_layout
+from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.tiles import visible_tiles
 
 
@@ -129,3 +131,33 @@ def _clear_tile(tile, full, step, problem, queries, start, has_padding):
         )
     elif problem.num_sequences is not None:
         clear_rows(tile, slot, size - start, full.index(slot), phase)
+
+
+@gluon.jit
+def terms_of_tile(kernel, queries, start, BLOCK_KV: gl.constexpr):
+    work, pairs = queries.work, queries.pairs
+    return prepare_tile(
+        kernel.terms, queries.terms, pairs.first, start, start - pairs.position, work.rows.end,
+        work.keys.size, 64, BLOCK_KV, product_layout(BLOCK_KV),
+    )  # fmt: skip
+
+
+@gluon.jit
+def shown_scores(kernel, queries, s, start, of_keys, of_tile, MASKED: gl.constexpr):
+    """Return the `visible_scores` of products q·k."""
+    end, left, right = queries.work.keys.size, kernel.left, kernel.right
+    if kernel.problem.intervals is not None:
+        left, right = 0, queries.right[:, None]
+    if kernel.q_ranges is not None:
+        end, left, right = None, None, None
+    key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    s, scale, dcap = visible_scores(
+        s, queries.position[:, None], key[None, :], end, kernel.rule, left, right, MASKED,
+        kernel.terms, queries.terms, of_tile,
+    )  # fmt: skip
+    if MASKED:
+        limits = Limits(start, queries.work.keys.size, None, kernel.left, kernel.right)
+        s = hide_keys(
+            s, kernel.problem, kernel.q_ranges, queries.marks, queries.position, of_keys, limits
+        )
+    return s, scale, dcap
