@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
@@ -63,7 +62,7 @@ def consume(kernel, CONSUMER: gl.constexpr):
         m_i, l_i, out = _start_rows(kernel, queries, BLOCK_KV)
         acc = zeros(64, kernel.head_dim_v)
         dlse = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, product_layout(BLOCK_KV)))
-        weight = gl.zeros([64], gl.float32, queries.rows.type.layout)
+        weight = gl.full([64], 0.0, gl.float32, queries.rows.type.layout)
         center = weight
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
 
@@ -117,7 +116,9 @@ def _visit(
     READERS: gl.constexpr = 2 * kernel.block_q + 32
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
-    ADDS: gl.constexpr = _adds(kernel.terms)
+    ADDS: gl.constexpr = adds_terms(
+        kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
+    )
     slot = step % NUM_STAGES
     start = step_start(index, *queries.work.visits, BLOCK_KV)
     # s = scale · q kᵀ, and ds = scale · (dq kᵀ + q dkᵀ)
@@ -217,7 +218,9 @@ def _finish_rows(kernel, queries, out, acc, m_i, l_i, dlse, center, CONSUMER: gl
         dsink = 0.0
         if kernel.dsinks_ptr is not None:
             dsink = gl.load(kernel.dsinks_ptr + work.head)
-        ADDS: gl.constexpr = _adds(kernel.terms)
+        ADDS: gl.constexpr = adds_terms(
+        kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
+    )
         sink = gl.load(kernel.sinks_ptr + work.head)
         power = exponents(sink, 1.0 if ADDS else LOG2E, m_i, l_i, ADDS)
         dlse += gl.exp2(power) * (dsink - center)
@@ -248,8 +251,3 @@ def _without(acc, dlse, out):
 def _first_of_head(kernel, queries):
     work = queries.work
     return (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
-
-
-@triton.constexpr_function
-def _adds(terms):
-    return adds_terms(terms.bias.entries, terms.relative, terms.slopes)
