@@ -35,7 +35,10 @@ class Strides(NamedTuple):
 
 
 class FlashStrides(NamedTuple):
-    """The `Strides` of a kernel's operands, or None."""
+    """The `Strides` of a kernel's operands, or None.
+
+    `last` stays None: Triton 3.6 forgets the constants of the tuples behind the last None.
+    """
 
     q: Strides | None = None
     k: Strides | None = None
@@ -45,6 +48,7 @@ class FlashStrides(NamedTuple):
     dq: Strides | None = None
     dk: Strides | None = None
     dv: Strides | None = None
+    last: None = None
 
 
 @triton.jit
