@@ -19,6 +19,7 @@ from torch_attn.kernels.explicit.wgmma import (
     add_scores,
     product_layout,
     product_scores,
+    rescale,
     scale_rows,
     wait_products,
     zeros,
@@ -148,8 +149,10 @@ def _visit(
             rest2 = l_i[:, None]
         p = gl.exp2(exponents(s, scale, m_i[:, None], rest2, ADDS))
     else:
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, scale, MASKED)
-        out, acc = scale_rows(out, alpha), scale_rows(acc, alpha)
+        # In float16, p ∘ ds might overflow below a maximum that is behind.
+        ON_DEMAND: gl.constexpr = dtype == gl.bfloat16 and kernel.head_dim_v <= 64
+        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, scale, MASKED, ON_DEMAND)
+        out, acc = rescale(out, alpha, ON_DEMAND), rescale(acc, alpha, ON_DEMAND)
         of_sums: gl.constexpr = gl.SliceLayout(1, dlse.type.layout)
         dlse *= gl.convert_layout(alpha, of_sums, assert_trivial=True)[:, None]
     # out += p v, and acc += p dv
