@@ -223,11 +223,10 @@ def _prepare(call: KernelCall) -> Prepared:
     q, k, v, _, out, _, tangents, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim_v)
-    # Triton 3.6 loses the constants behind a None.
-    pairs = zip(("dq", "dk", "dv"), tangents, (q, k, v), strict=False)
-    of_tangents = {name: x if dx is None else dx for name, dx, x in pairs}
-    strides = strides_of(q=q, k=k, v=v, dout=out, out=out, **of_tangents)
-    arguments = flash_arguments(spec) | {"strides": strides}
+    of_tangents = {f"d{name}": x for name, x in zip("qkv", tangents, strict=False) if x is not None}
+    arguments = flash_arguments(spec) | {
+        "strides": strides_of(q=q, k=k, v=v, out=out, **of_tangents)
+    }
     dterms = terms_argument(call._replace(layouts=call.layouts[:-1]))["terms"]
     arguments |= terms_argument(call) | {"dterms": dterms} | mask_argument(call, of_keys=True)
     arguments |= order_argument(call, tiles, programs)
