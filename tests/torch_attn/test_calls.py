@@ -247,6 +247,17 @@ def test_a_call_that_autograd_records_is_another(cpu):
         assert CALLS.find("f", (x,), OPTIONS) is None
 
 
+def test_forward_mode_finds_calls_of_what_has_no_tangent(cpu):
+    x, dx = tensor(), tensor()
+    call = remember_tensors(x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, dx)
+        assert CALLS.find("f", (x,), OPTIONS) is call
+        assert CALLS.find("f", (dual,), OPTIONS) is None
+        assert not CALLS.keep("f", (dual,), OPTIONS, call)
+    assert CALLS.find("f", (x,), OPTIONS) is call
+
+
 def test_a_tensor_that_begins_elsewhere_has_a_call_of_its_own(cpu):
     memory = torch.zeros(1, 4, 2, 65)
     aligned, other = memory.flatten()[:512], memory.flatten()[1:513]
