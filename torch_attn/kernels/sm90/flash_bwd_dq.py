@@ -125,7 +125,7 @@ def flash_bwd_dq_kernel(
                 (statistics.lse2, statistics.delta)
                 if statistics.rest2 is None
                 else (statistics.lse2, statistics.delta, statistics.rest2),
-                (q, dout, out), (k, v), problem, window_left, window_right, GROUP_SIZE, HEAD_DIM,
+                (q, dout, out), (k, v), (), problem, window_left, window_right, GROUP_SIZE, HEAD_DIM,
                 HEAD_DIM_V,
             ))
             for part in (0, 1, 2)

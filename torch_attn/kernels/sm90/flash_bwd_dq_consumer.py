@@ -43,7 +43,13 @@ from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
 from torch_attn.kernels.sm90.halves import add_handed, first_columns, hand_over
-from torch_attn.kernels.sm90.work import clear_visited, own_queries, shown_scores, terms_of_tile
+from torch_attn.kernels.sm90.work import (
+    clear_visited,
+    first_of_head,
+    own_queries,
+    shown_scores,
+    terms_of_tile,
+)
 
 
 class Kernel(NamedTuple):
@@ -276,18 +282,12 @@ def _clear_own(tile, full, problem, queries, place, slot, phase):
 
 
 @gluon.jit
-def _first_of_head(kernel, queries):
-    work = queries.work
-    return (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
-
-
-@gluon.jit
 def _load_lse(kernel, queries):
     """Return lse of the rows, +inf where a row does not exist; 0 where lse2 is an input."""
     lse = 0.0
     if kernel.problem.intervals is None:
         lse = gl.load(
-            kernel.statistics.lse + _first_of_head(kernel, queries) + queries.rows,
+            kernel.statistics.lse + first_of_head(kernel, queries) + queries.rows,
             mask=queries.rows < queries.work.rows.end, other=float("inf"),
         )  # fmt: skip
     return lse
@@ -315,7 +315,7 @@ def _row_statistics(kernel, queries, place, lse, slot_q, phase):
         delta = _dot_out(kernel, queries, slot_q, phase)
         if IS_PACKED:
             delta = gl.where(exists, delta, 0.0)
-        first = _first_of_head(kernel, queries)
+        first = first_of_head(kernel, queries)
         if kernel.statistics.dlse is not None:
             has_key = exists & (lse != float("-inf"))
             delta -= gl.load(kernel.statistics.dlse + first + rows, mask=has_key, other=0.0)

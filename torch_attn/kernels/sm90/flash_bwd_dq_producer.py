@@ -20,6 +20,7 @@ def produce_keys(
     row_ptrs,
     of_queries,
     of_keys,
+    tangents,
     problem,
     window_left,
     window_right,
@@ -27,6 +28,10 @@ def produce_keys(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
+    """Load tiles in one warp; tangents: of forward mode, the maps, tiles and barriers of dk and dv.
+
+    There, dq takes the place of dout.
+    """
     q_tile, do_tile, out_tile, k_tile, v_tile = tiles
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
     q, dout, out = of_queries
@@ -54,6 +59,11 @@ def produce_keys(
             if step >= NUM_STAGES:
                 wait_for_all(K_READ + slot, READERS)
             load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+            if len(tangents) > 0:
+                load_tile(
+                    tangents[0], tangents[1], slot, batch, head_kv, row, tangents[2].index(slot),
+                    HEAD_DIM,
+                )  # fmt: skip
             if i == 0:
                 for consumer in gl.static_range(BLOCK_Q // 64, 2):
                     mbarrier.wait(q_read.index(consumer), turn & 1 ^ 1)
@@ -74,6 +84,11 @@ def produce_keys(
             if step >= V_STAGES:
                 wait_for_all(V_READ + slot, READERS)
             load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
+            if len(tangents) > 0:
+                load_tile(
+                    tangents[3], tangents[4], slot, batch, head_kv, row, tangents[5].index(slot),
+                    HEAD_DIM_V,
+                )  # fmt: skip
             step += 1
         turn += 1
         item, place = next_item(

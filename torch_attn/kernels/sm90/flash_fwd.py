@@ -182,7 +182,7 @@ def launch_forward(
     operands: AttentionOperands[Tensor], results: Results, spec: AttentionSpec, backend: Backend
 ) -> None:
     q = operands.q
-    counter = item_counter(q, spec, _is_counted(spec, backend, q.device))
+    counter = item_counter(q, spec, is_counted("flash_fwd", spec, backend, q.device))
     tensors = (q, operands.k, operands.v, operands.sinks, results, counter)
     mask = listed_mask("flash_fwd", operands, spec, backend)
     tensors = (*tensors, terms_of(operands, spec), mask)
@@ -228,9 +228,9 @@ def _prepare(call: KernelCall) -> Prepared:
     return persistent(call, steps, spec.heads_q * spec.batch, arguments, counter is not None)
 
 
-def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
+def is_counted(kernel: str, spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
     """Return True if tiles of a dense problem are so long and uneven that a counter pays."""
-    config = backend.configs(spec)["flash_fwd"]
+    config = backend.configs(spec)[kernel]
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     items = len(steps) * spec.heads_q * spec.batch
     size = max(spec.head_dim, spec.head_dim_v)

@@ -134,6 +134,12 @@ def _clear_tile(tile, full, step, problem, queries, start, has_padding):
 
 
 @gluon.jit
+def first_of_head(kernel, queries):
+    work = queries.work
+    return (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
+
+
+@gluon.jit
 def terms_of_tile(kernel, queries, start, BLOCK_KV: gl.constexpr):
     work, pairs = queries.work, queries.pairs
     return prepare_tile(
