@@ -1,8 +1,8 @@
 """Which axes of an operation's arrays are its batch and its heads, and how devices divide these.
 
 An array's axes are a string with a letter for each: "b" is the batch, "h" the query heads, "g" the
-kv heads, "." another axis and "s" that of dropout's seed, which are never divided. "0", "1", ...
-are axes that `vmap` maps.
+kv heads, "." another axis and "s" that of dropout's seed, which are never divided. A capital is an
+axis of size 1, which a mesh axis of one device may divide. "0", "1", ... are axes that `vmap` maps.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ def axes_of(operation: str, args: tuple[Any, ...]) -> tuple[list[str], list[str]
 
 
 def _own(axes: str, shape: tuple[int, ...]) -> str:
-    """Return the axes of one array: an axis of size 1 is not divided."""
     pairs = zip(axes[len(axes) - len(shape) :], shape, strict=True)
-    return "".join("." if size == 1 else letter for letter, size in pairs)
+    return "".join(letter.upper() if size == 1 else letter for letter, size in pairs)
 
 
 def divide(
@@ -83,15 +82,20 @@ def divide(
     mesh: Mapping[str, int],
     spec: Spec,
 ) -> Division:
-    """Return how devices divide an operation; the first array divided along a letter decides."""
+    """Return how devices divide an operation; the first array divided along a letter decides.
+
+    A capital has the mesh axes of its letter if these have one device.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for names, shape, parts in zip(axes, shapes, specs, strict=True):
         for letter, size, part in zip(names, shape, (*parts, *[None] * len(shape)), strict=False):
-            letter = "h" if letter == "g" else letter
+            has_one, letter = letter.isupper(), letter.lower().replace("g", "h")
             if letter in ".s" or part is None or letter in found:
                 continue
             own = part if isinstance(part, tuple) else (part,)
             own = tuple(x for x in own if not any(x in other for other in found.values()))
+            if has_one and prod(mesh[x] for x in own) > 1:
+                continue
             sizes = _heads(spec) if letter == "h" else (size, size)
             while own and not _divides(prod(mesh[x] for x in own), sizes, spec):
                 own = own[:-1]
@@ -99,7 +103,8 @@ def divide(
     found = {letter: own for letter, own in found.items() if own}
     if "h" in found and _heads(spec)[1] % prod(mesh[x] for x in found["h"]) == 0:
         found["g"] = found["h"]
-    return found
+    ones = {x.upper(): own for x, own in found.items() if prod(mesh[y] for y in own) == 1}
+    return found | ones
 
 
 def _heads(spec: Spec) -> tuple[int, int]:

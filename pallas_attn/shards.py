@@ -250,7 +250,8 @@ def _rule(axes: Sequence[str], results: Sequence[str], spec: Spec) -> SdyShardin
 
     def mapping(names: str) -> ArrayMapping:
         names = names.replace("g", "h") if same else names
-        return ArrayMapping(*(f"alone{next(alone)}" if x == "." else f"axis{x}" for x in names))
+        kinds = (f"axis{x}" if x.isalnum() and not x.isupper() else "" for x in names)
+        return ArrayMapping(*(x or f"alone{next(alone)}" for x in kinds))
 
     return SdyShardingRule(tuple(map(mapping, axes)), tuple(map(mapping, results)))
 

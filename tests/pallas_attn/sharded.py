@@ -15,7 +15,6 @@ from jax import NamedSharding, P
 
 from pallas_attn import flash_attention
 from pallas_attn.kernels.portable import flash_fwd
-from pallas_attn.targets import cuda_devices
 from twin_attention.interop.parity import sides
 from twin_attention.interop.parity.cases import (
     AppendCase,
@@ -27,6 +26,7 @@ from twin_attention.interop.parity.cases import (
     VarlenCase,
 )
 from twin_attention.interop.parity.check import agreements
+from twin_attention.interop.parity.environment import choose_device
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.oracle import expectations, parts_of
 
@@ -91,7 +91,7 @@ class ShardedSide(sides.PallasSide):
 
 
 def check(mesh, case, axes, exchanged, implementation):
-    inputs = make_inputs(case, "cuda" if cuda_devices() else "cpu")
+    inputs = make_inputs(case, choose_device())
     side = ShardedSide(mesh, axes)
     got = sides.call(side, case, inputs, implementation)
     (expected,) = expectations(inputs, parts_of(case.spec))

@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -96,4 +97,4 @@ def test_what_is_said_of_failures(failures, monkeypatch, capsys):
     assert [row[-1] for row in rows] == ["ok", "fails" if failures else "ok"]
     for failure in failures:
         assert f"flash_fwd torch sm80 bfloat16 64 causal triton: {failure}" in out
-    assert f"2 kernels compiled for sm80 in 0 s, {len(failures)} failed" in out
+    assert re.search(rf"2 kernels compiled for sm80 in \d+ s, {len(failures)} failed", out)

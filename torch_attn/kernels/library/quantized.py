@@ -64,7 +64,8 @@ def swizzled_alike(block_dv: int, block_d: int) -> int:
 @triton.jit
 def locate_pools(cache, head_kv, scale):
     """Return where a head's keys and values begin, and the scale of its scores with the cache's."""
-    k_base, v_base = cache.k + head_kv * cache.k_strides.head, None
+    k_base = cache.k + head_kv * cache.k_strides.head
+    v_base = k_base
     if cache.v is not None:
         v_base = cache.v + head_kv * cache.v_strides.head
     if cache.k_scale is not None:

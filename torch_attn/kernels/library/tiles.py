@@ -37,7 +37,7 @@ class Strides(NamedTuple):
 class FlashStrides(NamedTuple):
     """The `Strides` of a kernel's operands, or None.
 
-    `last` stays None: Triton 3.6 forgets the constants of the tuples behind the last None.
+    `last` stays None because of Triton 3.6, see `torch_attn.kernels.library.mask.Mask`.
     """
 
     q: Strides | None = None
