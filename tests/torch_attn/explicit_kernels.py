@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import cycle
 from typing import Any
 from unittest import mock
@@ -13,18 +12,11 @@ import pytest
 import torch
 
 from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, Mode, interpreted
-from torch_attn.kernels.sm90.flash_jvp import flash_jvp
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 from twin_attention.interop.parity.check import agreements
-from twin_attention.interop.parity.inputs import TANGENTS, make_inputs
-from twin_attention.interop.parity.oracle import (
-    OF_TANGENTS,
-    Expectation,
-    evaluate,
-    expectations,
-    parts_of,
-)
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import Expectation, evaluate, expectations, parts_of
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.family import FAMILIES, Backend
@@ -150,26 +142,6 @@ def check_backward(
         gradients = flash_bwd(dout, dlse, _operands(case)(**inputs), out, lse, rest, spec, backend)
     named = gradients._asdict().items()
     check_results({f"d{name}": x for name, x in named if x is not None}, expected)
-    return launched
-
-
-def check_tangents(case: FlashCase | VarlenCase, mode: Mode, backend: Backend) -> list[str]:
-    """Check out's and lse's tangents, with the forward's results given and, if it can, computed."""
-    inputs, spec = make_inputs(replace(case, tangents=True), "cpu"), case.spec
-    (expected,) = expectations(inputs, parts_of(spec))
-    exact = evaluate(inputs, spec, torch.float32)
-    given = [exact["out"].to(inputs["q"].dtype), exact["lse"]]
-    given.append(torch.zeros_like(given[1]) if spec.terms else None)
-    of = {x: inputs.pop(name) for name, x in TANGENTS.items() if name in inputs}
-    kind = _operands(case)
-    operands = kind(**{name: x for name, x in inputs.items() if name in kind._fields})
-    tangents = kind(*map(of.get, kind._fields))
-    with interpreted(mode) as launched:
-        found = flash_jvp(tangents, operands, *given, spec, backend)
-        check_results(dict(zip(OF_TANGENTS, found, strict=True)), expected)
-        if not spec.terms:
-            found = flash_jvp(tangents, operands, None, None, None, spec, backend)
-            check_results(dict(zip(("out", "lse", *OF_TANGENTS), found, strict=True)), expected)
     return launched
 
 

@@ -145,10 +145,8 @@ def _supports_backward(spec: AttentionSpec) -> str | None:
 
 
 def _supports_tangents(spec: AttentionSpec) -> str | None:
-    if has_large_heads(spec):
-        return "its forward mode has head dimensions up to 128"
-    if spec.head_dim != spec.head_dim_v:
-        return "its forward mode has equal head dimensions"
+    if has_large_heads(spec) or spec.head_dim != spec.head_dim_v:
+        return "its forward mode has equal head dimensions up to 128"
     added = [x for x in spec.terms if x != "alibi_slopes"]
     return f"its forward mode takes no {added[0]}" if added else None
 

@@ -6,18 +6,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import MAX_STAGES, allocate_barriers
-from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, persistent
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted
 from torch_attn.kernels.explicit.tma import allocate_tile, column_pieces, maps_of, stored_maps_of
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
 from torch_attn.kernels.sm90.halves import first_columns, halves_in
-from torch_attn.kernels.tile_lists import listed_argument
+from torch_attn.kernels.sm90.work import persistent_queries
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
-from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
-from twin_attention.targets.steps import steps_of_queries
 
 
 @triton.constexpr_function
@@ -121,12 +119,13 @@ def flash_bwd_dq_kernel(
             ))
             if part < 2
             else (produce_keys, (
-                tiles, barriers, shared, counter_ptr,
+                (q_tile, do_tile, out_tile, (k_tile,), (v_tile,)),
+                (q_full, do_full, out_full, q_read, (k_full,), (v_full,)), shared, counter_ptr,
                 (statistics.lse2, statistics.delta)
                 if statistics.rest2 is None
                 else (statistics.lse2, statistics.delta, statistics.rest2),
-                (q, dout, out), (k, v), (), problem, window_left, window_right, GROUP_SIZE, HEAD_DIM,
-                HEAD_DIM_V,
+                (q, dout, out), ((k,), (v,)), problem, window_left, window_right, GROUP_SIZE,
+                HEAD_DIM, HEAD_DIM_V,
             ))
             for part in (0, 1, 2)
         ],
@@ -147,12 +146,6 @@ def prepare_dq(call: KernelCall) -> Prepared:
         "out": out if large or out is None else maps_of(out, 64),
         "out_strides": strides_of(out=out).out if large else None,
         "dq": stored_maps_of(spec, dq, 64),
-        "EDGES": isinstance(spec, VarlenSpec | PartialSpec)
-        or spec.hides_by_data
-        or spec.window != Window()
-        or spec.seq_kv % config.block_kv != 0,
         **terms_argument(call),
-        **listed_argument(call, of_keys=True),
     }
-    steps = steps_of_queries(spec, config.block_q, config.block_kv)
-    return persistent(call, steps, spec.heads_q * spec.batch, arguments)
+    return persistent_queries(call, arguments)

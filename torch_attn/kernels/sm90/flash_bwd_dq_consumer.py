@@ -29,7 +29,6 @@ from torch_attn.kernels.explicit.tma import (
     num_pieces,
     piece,
     piece_start,
-    store_result,
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
@@ -38,16 +37,17 @@ from torch_attn.kernels.explicit.wgmma import (
     wait_product,
     zeros,
 )
-from torch_attn.kernels.explicit.wgmma_scores import exponents
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
 from torch_attn.kernels.sm90.halves import add_handed, first_columns, hand_over
 from torch_attn.kernels.sm90.work import (
+    RowStatistics,
     clear_visited,
     first_of_head,
     own_queries,
-    shown_scores,
+    probabilities,
+    store_rows,
     terms_of_tile,
 )
 
@@ -74,14 +74,6 @@ class Kernel(NamedTuple):
     head_dim: Any
     head_dim_v: Any
     edges: Any
-
-
-class RowStatistics(NamedTuple):
-    """Of a consumer's rows; rest2 is 0 without terms."""
-
-    lse2: Any
-    delta: Any
-    rest2: Any
 
 
 @gluon.jit
@@ -153,8 +145,8 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
     slot_v = step % v_tile[0].shape[0]
     dp = product_scores(do_tile, slot_q, v_tile, slot_v, kernel.head_dim_v, layout)
     s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
-    p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, kernel.edges)
-    ds = _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v, "first")
+    p, dcap = probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, kernel.edges)
+    ds = _finish_ds(kernel, queries, statistics, p * dcap, dp, start, of_tile, slot_v, "first")
     return statistics, ds
 
 
@@ -195,7 +187,8 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
         of_keys = load_keys(
             kernel.problem, queries.marks, start, queries.work.keys.size, BLOCK_KV, layout
         )
-    p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED)
+    p, dcap = probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED)
+    p *= dcap
     # Passes at once: its branch keeps ptxas from hoisting the next wait.
     wait_for_step(v_full, step)
     place: gl.constexpr = "edge" if MASKED else "full"
@@ -221,10 +214,7 @@ def _finish_rows(kernel, queries, slot_q, step, ds, dq, CONSUMER: gl.constexpr):
         )
         add_carry(carried, dq, queries.rows < end, heads, kernel.head_dim)
     else:
-        store_result(
-            kernel.dq, q_tile, slot_q, dq, work.batch, work.head, queries.first, end, heads,
-            kernel.problem.num_sequences is not None, kernel.head_dim,
-        )  # fmt: skip
+        store_rows(kernel, queries, kernel.dq, q_tile, slot_q, dq, kernel.head_dim)
     if q_tile[0].shape[0] <= 2:
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
@@ -246,8 +236,7 @@ def _consume_ds(kernel):
     item, place = own_item(turn, kernel.problem, kernel.shared, 1)
     while item < kernel.problem.num_items:
         queries = own_queries(kernel, item, place, 0, k_tile[0].shape[3])
-        work = queries.work
-        _begin, before, full, after = work.visits
+        _begin, before, full, after = queries.work.visits
         dq = zeros(64, kernel.head_dim - first_columns(kernel.head_dim))
         for _ in range(before + full + after):
             slot, slot_v = step % k_tile[0].shape[0], step % v_tile[0].shape[0]
@@ -256,11 +245,8 @@ def _consume_ds(kernel):
             arrive(V_READ + slot_v, READERS)
             arrive(K_READ + slot, READERS)
             step += 1
-        store_result(
-            kernel.dq, q_tile, 0, scale_all(dq, kernel.rule.scale), work.batch, work.head,
-            queries.first, work.rows.end, kernel.problem.heads_q,
-            kernel.problem.num_sequences is not None, kernel.head_dim, 1,
-        )  # fmt: skip
+        dq = scale_all(dq, kernel.rule.scale)
+        store_rows(kernel, queries, kernel.dq, q_tile, 0, dq, kernel.head_dim, 1)
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(1), count=1)
         turn += 1
@@ -354,19 +340,6 @@ def _dot_out(kernel, queries, slot_q, phase):
             kernel.head_dim_v, of_row,
         )  # fmt: skip
     return dot
-
-
-@gluon.jit
-def _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED: gl.constexpr):
-    """Return p ∘ dcap, the factor of dp - delta in ds."""
-    ADDS: gl.constexpr = adds_terms(
-        kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
-    )
-    s, scale, dcap = shown_scores(kernel, queries, s, start, of_keys, of_tile, MASKED)
-    rest2 = statistics.rest2
-    if ADDS:
-        rest2 = rest2[:, None]
-    return gl.exp2(exponents(s, scale, statistics.lse2[:, None], rest2, ADDS)) * dcap
 
 
 @gluon.jit

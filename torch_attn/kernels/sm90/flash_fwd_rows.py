@@ -9,11 +9,11 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from torch_attn.kernels.explicit.barriers import barrier
 from torch_attn.kernels.explicit.carry import head_rows, load_carry, store_carry
 from torch_attn.kernels.explicit.softmax import add_columns
-from torch_attn.kernels.explicit.tma import store_result
 from torch_attn.kernels.explicit.wgmma import product_layout, zeros
 from torch_attn.kernels.explicit.wgmma_terms import rounding_of_maximum
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, rest_of_lse, row_statistics
 from torch_attn.kernels.sm90.halves import first_columns
+from torch_attn.kernels.sm90.work import first_of_head, store_rows
 
 
 class Results(NamedTuple):
@@ -91,7 +91,7 @@ def store_statistics(kernel, queries, m_i, l_i, factor, SINK_LAST: gl.constexpr)
     if kernel.terms.seed is not None:
         factor = factor * kernel.terms.dropout.scale
     l_safe, lse = row_statistics(m_i, l_i, ADDED)
-    first = (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
+    first = first_of_head(kernel, queries)
     exists = rows < work.rows.end
     if ADDED:
         gl.store(kernel.results.rest + first + rows, rest_of_lse(lse, m_i, l_safe), mask=exists)
@@ -118,8 +118,7 @@ def store_out(kernel, queries, acc, CONSUMER: gl.constexpr, FIRST: gl.constexpr 
         if kernel.results.place != "in q":
             tma.store_wait(0)
             barrier()
-        store_result(
-            kernel.results.out, kernel.tiles[3], CONSUMER, acc, work.batch, work.head,
-            queries.first, end, heads, kernel.problem.num_sequences is not None,
+        store_rows(
+            kernel, queries, kernel.results.out, kernel.tiles[3], CONSUMER, acc,
             kernel.head_dim_v, FIRST,
         )  # fmt: skip
