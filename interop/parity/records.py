@@ -226,6 +226,24 @@ def failures(result: CaseResult) -> list[str]:
     return lines
 
 
+# A failure's subject and kind: an exception, a hang, a death or wrong numbers.
+Failure = tuple[str, str]
+
+
+def failures_of(result: CaseResult) -> set[Failure]:
+    found = {(run.subject, _kind(run.error)) for run in result.runs if run.error}
+    if result.error is not None:
+        subject = result.error.rpartition(", in ")[2].partition(",")[0]
+        found.add((subject, _kind(result.error)))
+    return found | {(c.subject.partition(",")[0], "wrong") for c in result.comparisons if not c.ok}
+
+
+def _kind(error: str) -> str:
+    """Return the start of an error, such as an exception's name."""
+    words = error.removeprefix("guarded: ").removeprefix("first: ").removeprefix("again: ")
+    return words.partition(":")[0]
+
+
 def without_rounds(result: CaseResult) -> CaseResult:
     """Return a random problem's result with its subjects' labels only."""
     labels = (replace(c, subject=c.subject.partition(",")[0]) for c in result.comparisons)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from html import escape
 from importlib import import_module
@@ -12,8 +13,10 @@ from twin_attention.interop.parity.plot import ratio_plot
 from twin_attention.interop.parity.records import (
     CaseResult,
     Comparison,
+    Failure,
     Report,
     failures,
+    failures_of,
     features_of,
     problem_text,
     worst,
@@ -67,8 +70,14 @@ def write_table(report: Report, folder: Path) -> None:
             grid.append([title, *(_passed(some, subject).text for subject in subjects)])
         parts += [f"## {function}", to_markdown(grid)]
     parts += ["## Failures"] if report.failed else []
+    alike = defaultdict[frozenset[Failure], list[CaseResult]](list)
     for case in report.failed:
-        parts.append("\n".join(["```", *failures(case), *filter(None, [case.line]), "```"]))
+        alike[frozenset(failures_of(case))].append(case)
+    for kinds, cases in alike.items():
+        number = f" ({len(cases)} problems)" * (len(cases) > 1)
+        parts.append(", ".join(f"{x}: {kind}" for x, kind in sorted(kinds)) + number)
+        lines = [*failures(cases[0]), *filter(None, [cases[0].line])]
+        parts.append("\n".join(["```", *lines, "```"]))
     (folder / "conformance.json").write_text(report.to_json(), encoding="utf-8")
     (folder / "conformance.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     print(f"wrote {folder / 'conformance.md'}")

@@ -6,6 +6,7 @@ import pytest
 
 from twin_attention.interop.parity import __main__ as command
 from twin_attention.interop.parity.records import ORACLE
+from twin_attention.interop.parity.subjects.choose import choose_subjects
 from twin_attention.interop.parity.suites.kinds import KINDS
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
@@ -137,12 +138,14 @@ def test_bad_arguments(fake_twins, tmp_path, capsys, arguments, message):
 
 
 def test_subjects_are_libraries_and_ours(tmp_path, capsys):
-    names = ("FA2", "flax", "torch_attn triton", "all")
+    names = ("FA2", "flax", "transformers sdpa", "torch_attn triton")
+    every = {x.label for (x,) in choose_subjects(["all"], [], "cpu")}
+    assert every > {*names[:3], "FlexAttention", "jax.nn XLA"}
     chosen = ("--filter", "one-token", "fp32-causal", "--jobs", "2")
     assert parity(tmp_path, *chosen, "--subject", *names) == 0
     cases = json.loads((tmp_path / "conformance.json").read_text())["cases"]
     ran = {(case["name"], run["subject"]) for case in cases for run in case["runs"]}
-    subjects = {"FA2", "FlexAttention", "transformers sdpa", "torch_attn triton"}
+    subjects = {"FA2", "transformers sdpa", "torch_attn triton"}
     assert {("one-token", x) for x in subjects} | {("fp32-causal", "flax")} <= ran
     page = (tmp_path / "conformance.md").read_text()
     assert "| not claimed |" in page

@@ -31,9 +31,15 @@ from twin_attention.interop.parity.fuzz.problems import (
     hidden_values,
     tile_sizes,
 )
-from twin_attention.interop.parity.fuzz.shrink import failures_of, shrink
+from twin_attention.interop.parity.fuzz.shrink import shrink
 from twin_attention.interop.parity.fuzz.trial import run_problem
-from twin_attention.interop.parity.records import ORACLE, CaseResult, Comparison, RunRecord
+from twin_attention.interop.parity.records import (
+    ORACLE,
+    CaseResult,
+    Comparison,
+    RunRecord,
+    failures_of,
+)
 from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.workers import run_cases, tell
 

@@ -20,13 +20,15 @@ from rich.text import Text
 from twin_attention.interop.parity.cases import Case
 from twin_attention.interop.parity.environment import choose_jobs, facts
 from twin_attention.interop.parity.fuzz.problems import Problem, draw_claimed
-from twin_attention.interop.parity.fuzz.shrink import Failure, failures_of, shrink
+from twin_attention.interop.parity.fuzz.shrink import shrink
 from twin_attention.interop.parity.fuzz.trial import run_problem
 from twin_attention.interop.parity.records import (
     CaseResult,
+    Failure,
     Report,
     RunRecord,
     failures,
+    failures_of,
     without_rounds,
 )
 from twin_attention.interop.parity.subjects.subject import Subject

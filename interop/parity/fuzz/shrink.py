@@ -9,26 +9,10 @@ from functools import partial
 from typing import Any
 
 from twin_attention.interop.parity.fuzz.problems import Problem
-from twin_attention.interop.parity.records import CaseResult
+from twin_attention.interop.parity.records import CaseResult, Failure, failures_of
 from twin_attention.interop.parity.workers import run_cases
 
-# A failure's subject and kind: an exception, a hang, a death or wrong numbers.
-Failure = tuple[str, str]
 Change = Callable[[Problem], Iterator[Problem]]
-
-
-def failures_of(result: CaseResult) -> set[Failure]:
-    found = {(run.subject, _kind(run.error)) for run in result.runs if run.error}
-    if result.error is not None:
-        subject = result.error.rpartition(", in ")[2].partition(",")[0]
-        found.add((subject, _kind(result.error)))
-    return found | {(c.subject.partition(",")[0], "wrong") for c in result.comparisons if not c.ok}
-
-
-def _kind(error: str) -> str:
-    """Return the start of an error, such as an exception's name."""
-    words = error.removeprefix("guarded: ").removeprefix("first: ").removeprefix("again: ")
-    return words.partition(":")[0]
 
 
 def shrink(

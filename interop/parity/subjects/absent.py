@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Texts of refusals by torch's backends and by XLA.
-TEXTS = ("No available kernel", "not supported by dot_general", "Algorithm not supported")
+# Texts of refusals: torch's backends, XLA, Pallas kernels of JAX, its cuDNN, jvp-flash-attention.
+TEXTS = (
+    "No available kernel", "is not correctly aligned", "not supported by dot_general",
+    "Algorithm not supported", "must be a multiple of block", "must have same seq length as QKV",
+    "JVPAttn expected",
+)  # fmt: skip
 
 
 class Absent(Exception):
@@ -18,7 +22,7 @@ def refusals() -> Iterator[None]:
     """Raise `Absent` for what a library says that it does not do."""
     try:
         yield
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+    except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
         message = " ".join(str(error).split())
         if isinstance(error, NotImplementedError) or any(x in message for x in TEXTS):
             raise Absent(message) from error
