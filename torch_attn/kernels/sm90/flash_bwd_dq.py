@@ -27,34 +27,11 @@ def q_stages(head_dim, head_dim_v, is_packed):
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_bwd_dq_kernel(
-    q,
-    k,
-    v,
-    dout,
-    out,
-    statistics,
-    dq,
-    counter_ptr,
-    terms,
-    mask,
-    out_strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    num_items,
-    together,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    EDGES: gl.constexpr,
-):
+    q, k, v, dout, out, statistics, dq, counter_ptr, terms, mask, out_strides, seq_q, seq_kv,
+    diagonal, num_sequences, heads_q, rule, window_left, window_right, num_items, together,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_KV: gl.constexpr, NUM_STAGES: gl.constexpr, EDGES: gl.constexpr,
+):  # fmt: skip
     """One program computes tiles of 128 rows of dq, or 64 in `halves`, one after the other.
 
     Warps, descriptors and counter_ptr as in `flash_fwd_kernel`. A consumer issues ds·k of a tile of
@@ -112,8 +89,7 @@ def flash_bwd_dq_kernel(
                 Kernel(
                     tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
                     terms, window_left, window_right, None, mask.q_ranges, halves, 64 * TILES,
-                    HEAD_DIM,
-                    HEAD_DIM_V, EDGES,
+                    HEAD_DIM, HEAD_DIM_V, EDGES,
                 ),
                 part,
             ))
