@@ -183,7 +183,7 @@ class _Dispatched(torch.autograd.Function):
 class _Replayed(torch.autograd.Function):
     """A cached call of a forward, which skips the dispatcher; an unused lse is no output.
 
-    No call is cached in forward mode (`torch_attn.calls`), so it has no jvp.
+    No call with tangents is cached (`torch_attn.calls`), so it has no jvp.
     """
 
     @staticmethod

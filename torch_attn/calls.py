@@ -116,13 +116,13 @@ def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | N
         private.len_dispatch_stack()
         or private.is_function_mode_enabled()
         or private.transforms_active()
-        or private.may_be_dual()
     ):
         return None
     layouts = _layouts(operands, alignment)
-    if layouts is None:
+    # In forward mode, operators below the dispatcher are called without tangents.
+    if layouts is None or ((recorded := is_recorded(operands)) and private.may_be_dual()):
         return None
-    return options_key, layouts, is_recorded(operands)
+    return options_key, layouts, recorded
 
 
 def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:

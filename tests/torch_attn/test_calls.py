@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -243,8 +244,18 @@ def test_a_call_that_autograd_records_is_another(cpu):
         assert not alone.is_recorded
         assert CALLS.find("f", (x,), OPTIONS) is alone
     assert CALLS.find("f", (x,), OPTIONS) is recorded
-    with torch.autograd.forward_ad.dual_level():
+    with forward_ad.dual_level():
         assert CALLS.find("f", (x,), OPTIONS) is None
+
+
+def test_forward_mode_finds_calls_of_what_has_no_tangent(cpu):
+    x = tensor()
+    call = remember_tensors(x)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, tensor())
+        assert CALLS.find("f", (x,), OPTIONS) is call
+        assert CALLS.find("f", (dual,), OPTIONS) is None
+        assert not CALLS.keep("f", (dual,), OPTIONS, call)
 
 
 def test_a_tensor_that_begins_elsewhere_has_a_call_of_its_own(cpu):
@@ -264,8 +275,8 @@ def test_what_autograd_records():
     assert not is_recorded((x.detach(), None, 1.0))
     with torch.no_grad():
         assert not is_recorded((x,))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(2))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.detach(), torch.ones(2))
         assert is_recorded((dual,))
 
 

@@ -286,7 +286,7 @@ def listed_mask(
     kernel: str, operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> Mask:
     """Return an explicit kernel's mask, and launch what lists its tiles."""
-    of_keys = kernel in ("flash_fwd", "flash_bwd_dq")
+    of_keys = kernel in ("flash_fwd", "flash_bwd_dq", "flash_jvp")
     offsets, segments, ends = offsets_of(operands), segments_of(operands), ends_of(operands)
     depths, ranges = depths_of(operands, spec), ranges_of(operands)
     tree, lists = None, None

@@ -154,12 +154,13 @@ _PORTABLE_FEATURES = {
     "few-kv-heads-odd-length": (), "short": (), "long": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
-# Terms of scores in SM90's explicit kernels, with these head sizes: with Triton 3.9 dropout in the
-# fused backward at 64 spills as much as a tile.
+# Terms and tangents in SM90's explicit kernels, with these head sizes: with Triton 3.9 dropout in
+# the fused backward at 64 spills as much as a tile.
 _TERM_FEATURES = {
     "bias": (64, 128, 256), "row-max": (64, 128, 256),
     "terms": (128, 256), "terms-packed": (128, 256),
     "dropout": (128, 256), "dropout-packed": (128, 256),
+    "tangents": (16, 64, 80, 128), "tangents-all-options": (64, 128),
 }  # fmt: skip
 # Those that a target's explicit kernels have. No windows of depths on SM90: with Triton 3.9 the
 # fused backward at head dimension 64 spills as much as a tile.

@@ -13,7 +13,7 @@ from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
 # The operations that take score terms, dropout and row maxima.
-_WITH_TERMS = frozenset({"flash_fwd", "flash_bwd"})
+_WITH_TERMS = frozenset({"flash_fwd", "flash_bwd", "flash_jvp"})
 # Query rows of a program in paged attention; with fewer on average, most are padding.
 LEAST_ROWS = 128
 
@@ -29,8 +29,6 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return _supports_paged(spec, target)
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention and paged attention alone"
-    if operation == "flash_jvp":
-        return "it has no forward mode"
     if isinstance(spec, BlockSparseSpec):
         if operation == "flash_bwd":
             return "its backward takes no block masks"
@@ -50,6 +48,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "ptxas 12.8 crashes on windows of depths beside dropout and a bias"
     if operation in ("flash_bwd", "partial_bwd", "partial_dq"):
         return _supports_backward(spec)
+    if operation == "flash_jvp":
+        return _supports_tangents(spec)
     return None
 
 
@@ -104,6 +104,8 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
+    if operation == "flash_jvp":
+        return "it has no forward mode"
     if reason := sm80.too_wide(spec):
         return reason
     if spec.is_part:
@@ -143,6 +145,13 @@ def _supports_backward(spec: AttentionSpec) -> str | None:
         # With one key the exact ds is 0, so only rounding error would remain.
         return "its backward takes at least 16 keys" + ", on average" * (sequences > 1)
     return None
+
+
+def _supports_tangents(spec: AttentionSpec) -> str | None:
+    if has_large_heads(spec) or spec.head_dim != spec.head_dim_v:
+        return "its forward mode has equal head dimensions up to 128"
+    added = [x for x in spec.terms if x != "alibi_slopes"]
+    return f"its forward mode takes no {added[0]}" if added else None
 
 
 def has_large_heads(spec: Spec) -> bool:

@@ -29,9 +29,15 @@ def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexp
     ROWS: gl.constexpr = a[0].shape[3]
     COLUMNS: gl.constexpr = b[0].shape[3]
     s = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
+    return add_scores(s, a, a_slot, b, b_slot, SIZE, False)
+
+
+@gluon.jit
+def add_scores(s, a, a_slot, b, b_slot, SIZE: gl.constexpr, ADDS: gl.constexpr = True):
+    """Start s + a · bᵀ; without ADDS, a · bᵀ."""
     for i in gl.static_range(num_pieces(SIZE)):
         right = piece(b[i], b_slot).permute((1, 0))
-        s = warpgroup_mma(piece(a[i], a_slot), right, s, use_acc=i > 0, is_async=True)
+        s = warpgroup_mma(piece(a[i], a_slot), right, s, use_acc=ADDS or i > 0, is_async=True)
     return s
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +15,15 @@ from twin_attention.contract.operands import AppendOperands, DecodeOperands, Pag
 from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
+
+
+class Tangents(NamedTuple):
+    """The tangents of a kernel's operands, shaped as these, or None."""
+
+    q: Any
+    k: Any
+    v: Any
+    sinks: Any
 
 
 def cache_of(

@@ -11,12 +11,11 @@ In a row that sees one key, dlse cancels ds, but not after rounding. So each row
 number, its `center`, from every ds, and adds it to dlse.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_attn.kernels.library.arguments import Tangents
 from torch_attn.kernels.library.dropout import kept_pairs
 from torch_attn.kernels.library.mask import mask_argument, mask_of_keys
 from torch_attn.kernels.library.pairs.rows import load_own, own_queries
@@ -41,15 +40,6 @@ from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.schedule import programs_of_sm
-
-
-class Tangents(NamedTuple):
-    """The tangents of a kernel's operands, shaped as these, or None."""
-
-    q: Any
-    k: Any
-    v: Any
-    sinks: Any
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

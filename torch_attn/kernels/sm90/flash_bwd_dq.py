@@ -6,18 +6,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import MAX_STAGES, allocate_barriers
-from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, persistent
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted
 from torch_attn.kernels.explicit.tma import allocate_tile, column_pieces, maps_of, stored_maps_of
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
 from torch_attn.kernels.sm90.halves import first_columns, halves_in
-from torch_attn.kernels.tile_lists import listed_argument
+from torch_attn.kernels.sm90.work import persistent_queries
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
-from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
-from twin_attention.targets.steps import steps_of_queries
 
 
 @triton.constexpr_function
@@ -29,34 +27,11 @@ def q_stages(head_dim, head_dim_v, is_packed):
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_bwd_dq_kernel(
-    q,
-    k,
-    v,
-    dout,
-    out,
-    statistics,
-    dq,
-    counter_ptr,
-    terms,
-    mask,
-    out_strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    num_items,
-    together,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    EDGES: gl.constexpr,
-):
+    q, k, v, dout, out, statistics, dq, counter_ptr, terms, mask, out_strides, seq_q, seq_kv,
+    diagonal, num_sequences, heads_q, rule, window_left, window_right, num_items, together,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_KV: gl.constexpr, NUM_STAGES: gl.constexpr, EDGES: gl.constexpr,
+):  # fmt: skip
     """One program computes tiles of 128 rows of dq, or 64 in `halves`, one after the other.
 
     Warps, descriptors and counter_ptr as in `flash_fwd_kernel`. A consumer issues ds·k of a tile of
@@ -114,19 +89,19 @@ def flash_bwd_dq_kernel(
                 Kernel(
                     tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
                     terms, window_left, window_right, None, mask.q_ranges, halves, 64 * TILES,
-                    HEAD_DIM,
-                    HEAD_DIM_V, EDGES,
+                    HEAD_DIM, HEAD_DIM_V, EDGES,
                 ),
                 part,
             ))
             if part < 2
             else (produce_keys, (
-                tiles, barriers, shared, counter_ptr,
+                (q_tile, do_tile, out_tile, (k_tile,), (v_tile,)),
+                (q_full, do_full, out_full, q_read, (k_full,), (v_full,)), shared, counter_ptr,
                 (statistics.lse2, statistics.delta)
                 if statistics.rest2 is None
                 else (statistics.lse2, statistics.delta, statistics.rest2),
-                (q, dout, out), (k, v), problem, window_left, window_right, GROUP_SIZE, HEAD_DIM,
-                HEAD_DIM_V,
+                (q, dout, out), ((k,), (v,)), problem, window_left, window_right, GROUP_SIZE,
+                HEAD_DIM, HEAD_DIM_V,
             ))
             for part in (0, 1, 2)
         ],
@@ -147,12 +122,6 @@ def prepare_dq(call: KernelCall) -> Prepared:
         "out": out if large or out is None else maps_of(out, 64),
         "out_strides": strides_of(out=out).out if large else None,
         "dq": stored_maps_of(spec, dq, 64),
-        "EDGES": isinstance(spec, VarlenSpec | PartialSpec)
-        or spec.hides_by_data
-        or spec.window != Window()
-        or spec.seq_kv % config.block_kv != 0,
         **terms_argument(call),
-        **listed_argument(call, of_keys=True),
     }
-    steps = steps_of_queries(spec, config.block_q, config.block_kv)
-    return persistent(call, steps, spec.heads_q * spec.batch, arguments)
+    return persistent_queries(call, arguments)

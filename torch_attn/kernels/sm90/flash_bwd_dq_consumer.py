@@ -18,19 +18,17 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_step,
 )
 from torch_attn.kernels.explicit.carry import add_carry, head_rows
-from torch_attn.kernels.explicit.hidden import hide_keys, load_keys
+from torch_attn.kernels.explicit.hidden import load_keys
 from torch_attn.kernels.explicit.items import own_item
-from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import rows_have_padding, step_start
-from torch_attn.kernels.explicit.terms import adds_terms, drop_scaled, prepare_tile, store_bias
+from torch_attn.kernels.explicit.terms import adds_terms, drop_scaled, store_bias
 from torch_attn.kernels.explicit.tma import (
     clear_padding,
     clear_rows,
     num_pieces,
     piece,
     piece_start,
-    store_result,
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
@@ -39,12 +37,19 @@ from torch_attn.kernels.explicit.wgmma import (
     wait_product,
     zeros,
 )
-from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
 from torch_attn.kernels.sm90.halves import add_handed, first_columns, hand_over
-from torch_attn.kernels.sm90.work import clear_visited, own_queries
+from torch_attn.kernels.sm90.work import (
+    RowStatistics,
+    clear_visited,
+    first_of_head,
+    own_queries,
+    probabilities,
+    store_rows,
+    terms_of_tile,
+)
 
 
 class Kernel(NamedTuple):
@@ -69,14 +74,6 @@ class Kernel(NamedTuple):
     head_dim: Any
     head_dim_v: Any
     edges: Any
-
-
-class RowStatistics(NamedTuple):
-    """Of a consumer's rows; rest2 is 0 without terms."""
-
-    lse2: Any
-    delta: Any
-    rest2: Any
 
 
 @gluon.jit
@@ -141,15 +138,15 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(slot_q ^ 2), count=1, pred=turn > 0)
     s = product_scores(q_tile, slot_q, k_tile, step % k_tile[0].shape[0], kernel.head_dim, layout)
-    of_tile = _terms_of_tile(kernel, queries, start, BLOCK_KV)
+    of_tile = terms_of_tile(kernel, queries, start, BLOCK_KV)
     mbarrier.wait(do_full.index(slot_q), phase)
     statistics = _row_statistics(kernel, queries, place, lse, slot_q, phase)
     wait_for_step(v_full, step)
     slot_v = step % v_tile[0].shape[0]
     dp = product_scores(do_tile, slot_q, v_tile, slot_v, kernel.head_dim_v, layout)
     s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
-    p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, kernel.edges)
-    ds = _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v, "first")
+    p, dcap = probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, kernel.edges)
+    ds = _finish_ds(kernel, queries, statistics, p * dcap, dp, start, of_tile, slot_v, "first")
     return statistics, ds
 
 
@@ -182,7 +179,7 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
     # dp = dout vᵀ
     wait_for_step(v_full, step)
     dp = product_scores(do_tile, slot_q, v_tile, slot_v, kernel.head_dim_v, layout)
-    of_tile = _terms_of_tile(kernel, queries, start, BLOCK_KV)
+    of_tile = terms_of_tile(kernel, queries, start, BLOCK_KV)
     # p = exp(s - lse)
     s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
     of_keys = (0, 0, 0, False)
@@ -190,7 +187,8 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
         of_keys = load_keys(
             kernel.problem, queries.marks, start, queries.work.keys.size, BLOCK_KV, layout
         )
-    p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED)
+    p, dcap = probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED)
+    p *= dcap
     # Passes at once: its branch keeps ptxas from hoisting the next wait.
     wait_for_step(v_full, step)
     place: gl.constexpr = "edge" if MASKED else "full"
@@ -216,10 +214,7 @@ def _finish_rows(kernel, queries, slot_q, step, ds, dq, CONSUMER: gl.constexpr):
         )
         add_carry(carried, dq, queries.rows < end, heads, kernel.head_dim)
     else:
-        store_result(
-            kernel.dq, q_tile, slot_q, dq, work.batch, work.head, queries.first, end, heads,
-            kernel.problem.num_sequences is not None, kernel.head_dim,
-        )  # fmt: skip
+        store_rows(kernel, queries, kernel.dq, q_tile, slot_q, dq, kernel.head_dim)
     if q_tile[0].shape[0] <= 2:
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
@@ -241,8 +236,7 @@ def _consume_ds(kernel):
     item, place = own_item(turn, kernel.problem, kernel.shared, 1)
     while item < kernel.problem.num_items:
         queries = own_queries(kernel, item, place, 0, k_tile[0].shape[3])
-        work = queries.work
-        _begin, before, full, after = work.visits
+        _begin, before, full, after = queries.work.visits
         dq = zeros(64, kernel.head_dim - first_columns(kernel.head_dim))
         for _ in range(before + full + after):
             slot, slot_v = step % k_tile[0].shape[0], step % v_tile[0].shape[0]
@@ -251,11 +245,8 @@ def _consume_ds(kernel):
             arrive(V_READ + slot_v, READERS)
             arrive(K_READ + slot, READERS)
             step += 1
-        store_result(
-            kernel.dq, q_tile, 0, scale_all(dq, kernel.rule.scale), work.batch, work.head,
-            queries.first, work.rows.end, kernel.problem.heads_q,
-            kernel.problem.num_sequences is not None, kernel.head_dim, 1,
-        )  # fmt: skip
+        dq = scale_all(dq, kernel.rule.scale)
+        store_rows(kernel, queries, kernel.dq, q_tile, 0, dq, kernel.head_dim, 1)
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(1), count=1)
         turn += 1
@@ -277,18 +268,12 @@ def _clear_own(tile, full, problem, queries, place, slot, phase):
 
 
 @gluon.jit
-def _first_of_head(kernel, queries):
-    work = queries.work
-    return (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
-
-
-@gluon.jit
 def _load_lse(kernel, queries):
     """Return lse of the rows, +inf where a row does not exist; 0 where lse2 is an input."""
     lse = 0.0
     if kernel.problem.intervals is None:
         lse = gl.load(
-            kernel.statistics.lse + _first_of_head(kernel, queries) + queries.rows,
+            kernel.statistics.lse + first_of_head(kernel, queries) + queries.rows,
             mask=queries.rows < queries.work.rows.end, other=float("inf"),
         )  # fmt: skip
     return lse
@@ -316,7 +301,7 @@ def _row_statistics(kernel, queries, place, lse, slot_q, phase):
         delta = _dot_out(kernel, queries, slot_q, phase)
         if IS_PACKED:
             delta = gl.where(exists, delta, 0.0)
-        first = _first_of_head(kernel, queries)
+        first = first_of_head(kernel, queries)
         if kernel.statistics.dlse is not None:
             has_key = exists & (lse != float("-inf"))
             delta -= gl.load(kernel.statistics.dlse + first + rows, mask=has_key, other=0.0)
@@ -355,42 +340,6 @@ def _dot_out(kernel, queries, slot_q, phase):
             kernel.head_dim_v, of_row,
         )  # fmt: skip
     return dot
-
-
-@gluon.jit
-def _terms_of_tile(kernel, queries, start, BLOCK_KV: gl.constexpr):
-    work, pairs = queries.work, queries.pairs
-    return prepare_tile(
-        kernel.terms, queries.terms, pairs.first, start, start - pairs.position, work.rows.end,
-        work.keys.size, 64, BLOCK_KV, product_layout(BLOCK_KV),
-    )  # fmt: skip
-
-
-@gluon.jit
-def _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED: gl.constexpr):
-    """Return p ∘ dcap, the factor of dp - delta in ds."""
-    ADDS: gl.constexpr = adds_terms(
-        kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
-    )
-    end, left, right = queries.work.keys.size, kernel.left, kernel.right
-    if kernel.problem.intervals is not None:
-        left, right = 0, queries.right[:, None]
-    if kernel.q_ranges is not None:
-        end, left, right = None, None, None
-    rest2 = statistics.rest2
-    if ADDS:
-        rest2 = rest2[:, None]
-    key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    s, scale, dcap = visible_scores(
-        s, queries.position[:, None], key[None, :], end, kernel.rule, left, right, MASKED,
-        kernel.terms, queries.terms, of_tile,
-    )  # fmt: skip
-    if MASKED:
-        limits = Limits(start, queries.work.keys.size, None, kernel.left, kernel.right)
-        s = hide_keys(
-            s, kernel.problem, kernel.q_ranges, queries.marks, queries.position, of_keys, limits
-        )
-    return gl.exp2(exponents(s, scale, statistics.lse2[:, None], rest2, ADDS)) * dcap
 
 
 @gluon.jit

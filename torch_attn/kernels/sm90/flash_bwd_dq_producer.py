@@ -13,29 +13,19 @@ from torch_attn.kernels.sm90.work import locate_queries
 
 @gluon.jit
 def produce_keys(
-    tiles,
-    barriers,
-    shared,
-    counter_ptr,
-    row_ptrs,
-    of_queries,
-    of_keys,
-    problem,
-    window_left,
-    window_right,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-):
+    tiles, barriers, shared, counter_ptr, row_ptrs, of_queries, of_keys, problem, window_left,
+    window_right, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+):  # fmt: skip
+    """Load tiles; k and v are tuples, in forward mode with their tangents, and dout is q's."""
     q_tile, do_tile, out_tile, k_tile, v_tile = tiles
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
     q, dout, out = of_queries
     k, v = of_keys
     BLOCK_Q: gl.constexpr = 64 * min(q_tile[0].shape[0], 2)
     Q_STAGES: gl.constexpr = 64 * q_tile[0].shape[0] // BLOCK_Q
-    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
-    V_STAGES: gl.constexpr = v_tile[0].shape[0]
-    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    NUM_STAGES: gl.constexpr = k_tile[0][0].shape[0]
+    V_STAGES: gl.constexpr = v_tile[0][0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0][0].shape[3]
     step = 0  # counted over all items
     turn = 0
     item, place = next_item(
@@ -53,7 +43,9 @@ def produce_keys(
             row = keys.first + step_start(i, begin, before, full, after, BLOCK_KV)
             if step >= NUM_STAGES:
                 wait_for_all(K_READ + slot, READERS)
-            load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+            for x in gl.static_range(len(k)):
+                loaded = k_full[x].index(slot)
+                load_tile(k[x], k_tile[x], slot, batch, head_kv, row, loaded, HEAD_DIM)
             if i == 0:
                 for consumer in gl.static_range(BLOCK_Q // 64, 2):
                     mbarrier.wait(q_read.index(consumer), turn & 1 ^ 1)
@@ -73,7 +65,9 @@ def produce_keys(
             slot = step % V_STAGES
             if step >= V_STAGES:
                 wait_for_all(V_READ + slot, READERS)
-            load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
+            for x in gl.static_range(len(v)):
+                loaded = v_full[x].index(slot)
+                load_tile(v[x], v_tile[x], slot, batch, head_kv, row, loaded, HEAD_DIM_V)
             step += 1
         turn += 1
         item, place = next_item(

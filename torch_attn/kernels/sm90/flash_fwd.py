@@ -13,13 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import MAX_STAGES, allocate_barriers
-from torch_attn.kernels.explicit.items import (
-    Problem,
-    allocate_hand_over,
-    are_counted,
-    item_counter,
-    persistent,
-)
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, item_counter
 from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import allocate_tile, maps_of, stored_maps_of
 from torch_attn.kernels.library.terms import terms_argument, terms_of
@@ -27,18 +21,12 @@ from torch_attn.kernels.sm90.flash_fwd_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd_rows import Results
 from torch_attn.kernels.sm90.halves import allocate_halves, first_columns
-from torch_attn.kernels.tile_lists import listed_argument, listed_mask
+from torch_attn.kernels.sm90.work import persistent_queries
+from torch_attn.kernels.tile_lists import listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch, rule_argument
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    BlockSparseSpec,
-    PartialSpec,
-    ScoreRule,
-    VarlenSpec,
-    Window,
-)
+from twin_attention.contract.spec import AttentionSpec, PartialSpec, ScoreRule
 from twin_attention.targets import sm90
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
@@ -185,7 +173,7 @@ def launch_forward(
     operands: AttentionOperands[Tensor], results: Results, spec: AttentionSpec, backend: Backend
 ) -> None:
     q = operands.q
-    counter = item_counter(q, spec, _is_counted(spec, backend, q.device))
+    counter = item_counter(q, spec, is_counted("flash_fwd", spec, backend, q.device))
     tensors = (q, operands.k, operands.v, operands.sinks, results, counter)
     mask = listed_mask("flash_fwd", operands, spec, backend)
     tensors = (*tensors, terms_of(operands, spec), mask)
@@ -198,7 +186,6 @@ def _prepare(call: KernelCall) -> Prepared:
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
     q, k, v, _sinks, results, counter, *_ = call.layouts
-    steps = steps_of_queries(spec, config.block_q, config.block_kv)
     terms = terms_argument(call)["terms"]
     boxes = bias_boxes(terms.bias, config.block_q, config.block_kv)
     size_of_bias = 0
@@ -217,23 +204,17 @@ def _prepare(call: KernelCall) -> Prepared:
             place=tl.constexpr(_place_of_out(spec, config, size_of_bias)),
         ),
         "terms": terms._replace(bias=terms.bias._replace(boxes=boxes)),
-        # A list may be empty; then one tile is visited, and hides all.
-        "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
-        or spec.hides_by_data
-        or spec.window != Window()
-        or spec.seq_kv % config.block_kv != 0,
         # A consumer reads a tile of the bias when it has the item's rows.
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and boxes is None
         and _room_for(spec, config, 2),
     }
-    arguments |= listed_argument(call, of_keys=True)
-    return persistent(call, steps, spec.heads_q * spec.batch, arguments, counter is not None)
+    return persistent_queries(call, arguments, counter is not None)
 
 
-def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
+def is_counted(kernel: str, spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
     """Return True if tiles of a dense problem are so long and uneven that a counter pays."""
-    config = backend.configs(spec)["flash_fwd"]
+    config = backend.configs(spec)[kernel]
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     items = len(steps) * spec.heads_q * spec.batch
     size = max(spec.head_dim, spec.head_dim_v)

@@ -9,12 +9,12 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from torch_attn.kernels.explicit.barriers import barrier
 from torch_attn.kernels.explicit.carry import head_rows, load_carry, store_carry
 from torch_attn.kernels.explicit.softmax import add_columns
-from torch_attn.kernels.explicit.tma import store_result
 from torch_attn.kernels.explicit.wgmma import product_layout, zeros
 from torch_attn.kernels.explicit.wgmma_terms import rounding_of_maximum
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, rest_of_lse, row_statistics
 from torch_attn.kernels.library.spans import finish_rows, sum_block
 from torch_attn.kernels.sm90.halves import first_columns
+from torch_attn.kernels.sm90.work import first_of_head, store_rows
 
 
 class Results(NamedTuple):
@@ -105,7 +105,7 @@ def store_statistics(kernel, queries, m_i, l_i, factor, SINK_LAST: gl.constexpr)
         factor, lse = finish_rows(m_i, l_i, sink)
     else:
         l_safe, lse = row_statistics(m_i, l_i, ADDED)
-    first = (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
+    first = first_of_head(kernel, queries)
     exists = rows < work.rows.end
     if ADDED:
         gl.store(kernel.results.rest + first + rows, rest_of_lse(lse, m_i, l_safe), mask=exists)
@@ -133,8 +133,7 @@ def store_out(kernel, queries, acc, CONSUMER: gl.constexpr, FIRST: gl.constexpr 
             tma.store_wait(0)
             barrier()
         SLOTS: gl.constexpr = kernel.tiles[3][0].shape[0] // (kernel.block_q // 64)
-        store_result(
-            kernel.results.out, kernel.tiles[3], CONSUMER * SLOTS, acc, work.batch, work.head,
-            queries.first, end, heads, kernel.problem.num_sequences is not None,
+        store_rows(
+            kernel, queries, kernel.results.out, kernel.tiles[3], CONSUMER * SLOTS, acc,
             kernel.head_dim_v, FIRST,
         )  # fmt: skip

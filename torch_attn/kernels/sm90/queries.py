@@ -20,6 +20,7 @@ from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Own,
     are_counted,
+    has_unknown_lengths,
     head_and_tile,
     locate_pairs,
     next_item,
@@ -51,7 +52,7 @@ from torch_attn.kernels.library.sequences import count_sequence_tiles, first_til
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from torch_attn.kernels.tile_lists import listed_argument
 from torch_attn.launch import KernelCall, Prepared
-from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec, Window
+from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.kernels import FlashConfig
 from twin_attention.targets.steps import steps_of_keys
 
@@ -487,8 +488,7 @@ def persistent_keys(
     """Return `persistent` for tiles of keys; members: query heads that an item visits."""
     spec = call.spec
     steps, heads = items_of_keys(spec, call.config, members)
-    hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.hides_by_data
-    edges = hides or spec.window != Window() or ragged
+    edges = has_unknown_lengths(spec) or spec.window != Window() or ragged
     arguments = arguments | listed_argument(call, of_keys=False) | {"EDGES": edges}
     return persistent(call, steps, heads, arguments, is_counted, has_sections)
 

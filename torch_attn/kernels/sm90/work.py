@@ -6,20 +6,28 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.explicit.block_mask import kept_tiles
-from torch_attn.kernels.explicit.hidden import mark_queries
+from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
     Own,
+    has_unknown_lengths,
     head_and_tile,
     locate_pairs,
+    persistent,
     tiles_of_list,
 )
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.steps import step_has_padding
-from torch_attn.kernels.explicit.terms import head_terms
-from torch_attn.kernels.explicit.tma import clear_padding, clear_rows
+from torch_attn.kernels.explicit.terms import adds_terms, head_terms, prepare_tile
+from torch_attn.kernels.explicit.tma import clear_padding, clear_rows, store_result
 from torch_attn.kernels.explicit.wgmma import product_layout
+from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.tiles import visible_tiles
+from torch_attn.kernels.tile_lists import listed_argument
+from torch_attn.launch import KernelCall, Prepared
+from twin_attention.contract.spec import BlockSparseSpec, Window
+from twin_attention.targets.steps import steps_of_queries
 
 
 class Work(NamedTuple):
@@ -45,17 +53,19 @@ class Queries(NamedTuple):
     terms: Any
 
 
+class RowStatistics(NamedTuple):
+    """Of a consumer's rows; rest2 is 0 without terms."""
+
+    lse2: Any
+    delta: Any
+    rest2: Any
+
+
 @gluon.jit
 def locate_queries(
-    item,
-    place,
-    problem,
-    window_left,
-    window_right,
-    lists,
-    BLOCK_Q: gl.constexpr,
+    item, place, problem, window_left, window_right, lists, BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
-):
+):  # fmt: skip
     seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv = 0
     if problem.intervals is not None:
@@ -129,3 +139,68 @@ def _clear_tile(tile, full, step, problem, queries, start, has_padding):
         )
     elif problem.num_sequences is not None:
         clear_rows(tile, slot, size - start, full.index(slot), phase)
+
+
+@gluon.jit
+def first_of_head(kernel, queries):
+    work = queries.work
+    return (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
+
+
+@gluon.jit
+def terms_of_tile(kernel, queries, start, BLOCK_KV: gl.constexpr):
+    work, pairs = queries.work, queries.pairs
+    return prepare_tile(
+        kernel.terms, queries.terms, pairs.first, start, start - pairs.position, work.rows.end,
+        work.keys.size, 64, BLOCK_KV, product_layout(BLOCK_KV),
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_rows(kernel, queries, maps, tile, slot, x, SIZE: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Store a consumer's rows of a result; x: column pieces, from the FIRST one on."""
+    work = queries.work
+    store_result(
+        maps, tile, slot, x, work.batch, work.head, queries.first, work.rows.end,
+        kernel.problem.heads_q, kernel.problem.num_sequences is not None, SIZE, FIRST,
+    )  # fmt: skip
+
+
+@gluon.jit
+def probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED: gl.constexpr):
+    """Return p of products q·k, and dcap."""
+    ADDS: gl.constexpr = adds_terms(
+        kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
+    )
+    end, left, right = queries.work.keys.size, kernel.left, kernel.right
+    if kernel.problem.intervals is not None:
+        left, right = 0, queries.right[:, None]
+    if kernel.q_ranges is not None:
+        end, left, right = None, None, None
+    key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    s, scale, dcap = visible_scores(
+        s, queries.position[:, None], key[None, :], end, kernel.rule, left, right, MASKED,
+        kernel.terms, queries.terms, of_tile,
+    )  # fmt: skip
+    if MASKED:
+        limits = Limits(start, queries.work.keys.size, None, kernel.left, kernel.right)
+        s = hide_keys(
+            s, kernel.problem, kernel.q_ranges, queries.marks, queries.position, of_keys, limits
+        )
+    rest2 = statistics.rest2
+    if ADDS:
+        rest2 = rest2[:, None]
+    return gl.exp2(exponents(s, scale, statistics.lse2[:, None], rest2, ADDS)), dcap
+
+
+def persistent_queries(
+    call: KernelCall, arguments: dict[str, Any], is_counted: bool = False
+) -> Prepared:
+    """Return `persistent` for tiles of queries; EDGES: some tile of keys needs a mask."""
+    spec, config = call.spec, call.config
+    # A list may be empty; then one tile is visited, and hides all.
+    hides = isinstance(spec, BlockSparseSpec) or has_unknown_lengths(spec)
+    edges = hides or spec.window != Window() or spec.seq_kv % config.block_kv != 0
+    steps = steps_of_queries(spec, config.block_q, config.block_kv)
+    arguments = arguments | listed_argument(call, of_keys=True) | {"EDGES": edges}
+    return persistent(call, steps, spec.heads_q * spec.batch, arguments, is_counted)
