@@ -31,31 +31,11 @@ from twin_attention.targets.kernels import FlashConfig
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_bias_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse2_ptr,
-    delta_ptr,
-    sums,
-    terms,
-    mask,
-    strides,
-    shared_heads,
-    shared,
-    seq_q,
-    seq_kv,
-    diagonal,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, sums, terms, mask, strides, shared_heads,
+    shared, seq_q, seq_kv, diagonal, heads_q, rule, window_left, window_right,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """One program adds up ds over the tiles that share a tile of the sums.
 
     Operands: as in `flash_bwd_dq_kernel`, and sums, a `Bias`. With all queries and keys, it is the

@@ -37,26 +37,10 @@ from twin_attention.targets.kernels import FlashConfig
 
 @triton.jit
 def score_gradients(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse2_ptr,
-    delta_ptr,
-    terms,
-    mask,
-    strides,
-    rows,
-    row,
-    start_kv,
-    rule,
-    window_left,
-    window_right,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, terms, mask, strides, rows, row, start_kv,
+    rule, window_left, window_right, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """Compute ds [BLOCK_Q, BLOCK_KV] of one tile in float32; start_kv may be negative."""
     q = load_own(q_ptr, strides.q, mask, rows, rule, HEAD_DIM)
     # s = scale · q kᵀ
@@ -84,33 +68,11 @@ def score_gradients(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_relative_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse2_ptr,
-    delta_ptr,
-    tiles_ptr,
-    sums_ptr,
-    terms,
-    mask,
-    strides,
-    bands,
-    elements,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, tiles_ptr, sums_ptr, terms, mask, strides,
+    bands, elements, seq_q, seq_kv, diagonal, num_sequences, heads_q, rule, window_left,
+    window_right, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """One program adds up ds over the tiles of one band of one query head.
 
     Operands: as in `flash_bwd_dq_kernel`; tiles [Hq, near, BLOCK_Q, BLOCK_KV] float32, the sums of

@@ -29,24 +29,10 @@ class Statistics(NamedTuple):
 
 @triton.jit(do_not_specialize=["seq_q", "num_sequences"])
 def flash_bwd_preprocess_kernel(
-    dout_ptr,
-    out_ptr,
-    lse_ptr,
-    dlse_ptr,
-    lse2_ptr,
-    delta_ptr,
-    rest_ptr,
-    rest2_ptr,
-    cu_seqlens_q_ptr,
-    q_segment_ids_ptr,
-    strides,
-    seq_q,
-    num_sequences,
-    heads_q,
-    HEAD_DIM_V: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-):
+    dout_ptr, out_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr, rest_ptr, rest2_ptr,
+    cu_seqlens_q_ptr, q_segment_ids_ptr, strides, seq_q, num_sequences, heads_q,
+    HEAD_DIM_V: tl.constexpr, PRECISION: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
     """Prepare the rows for the other kernels; one program takes BLOCK_Q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key

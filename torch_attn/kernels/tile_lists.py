@@ -58,26 +58,11 @@ LANES = tl.constexpr(32)
 
 @triton.jit(do_not_specialize=[x for x in UNSPECIALIZED if x != "together"])
 def tile_lists_kernel(
-    lists_ptr,
-    ids_ptr,
-    other_ids_ptr,
-    ends_ptr,
-    depths_ptr,
-    other_depths_ptr,
-    ranges,
-    cu_seqlens_ptr,
-    cu_seqlens_other_ptr,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    window_left,
-    window_right,
-    OF_KEYS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
+    lists_ptr, ids_ptr, other_ids_ptr, ends_ptr, depths_ptr, other_depths_ptr, ranges,
+    cu_seqlens_ptr, cu_seqlens_other_ptr, seq_q, seq_kv, diagonal, num_sequences, window_left,
+    window_right, OF_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     SCAN_ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """One program lists the tiles that one tile of rows visits.
 
     OF_KEYS: tiles of keys, for BLOCK_Q queries; otherwise tiles of queries, for BLOCK_KV keys. Both

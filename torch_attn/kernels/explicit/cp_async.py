@@ -79,17 +79,9 @@ def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, 
 
 @gluon.jit
 def fetch_tile(
-    tile,
-    slot,
-    base,
-    start,
-    num_rows,
-    STRIDE: gl.constexpr,
-    SIZE: gl.constexpr,
-    MASK_ROWS: gl.constexpr,
-    ASYNC: gl.constexpr,
-    ids_ptr=None,
-):
+    tile, slot, base, start, num_rows, STRIDE: gl.constexpr, SIZE: gl.constexpr,
+    MASK_ROWS: gl.constexpr, ASYNC: gl.constexpr, ids_ptr=None,
+):  # fmt: skip
     """Copy rows of a [num_rows, SIZE] matrix, from `start` on, to a tile; the caller commits.
 
     Columns past SIZE become 0. MASK_ROWS: so do rows past `num_rows` and, by segments `ids_ptr`,
@@ -107,17 +99,9 @@ def fetch_tile(
 
 @gluon.jit
 def _fetch_piece(
-    buffer,
-    base,
-    start,
-    num_rows,
-    STRIDE: gl.constexpr,
-    FIRST: gl.constexpr,
-    SIZE: gl.constexpr,
-    MASK_ROWS: gl.constexpr,
-    ASYNC: gl.constexpr,
-    ids_ptr,
-):
+    buffer, base, start, num_rows, STRIDE: gl.constexpr, FIRST: gl.constexpr, SIZE: gl.constexpr,
+    MASK_ROWS: gl.constexpr, ASYNC: gl.constexpr, ids_ptr,
+):  # fmt: skip
     ROWS: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())

@@ -158,18 +158,9 @@ def head_and_tile(item, num_items, together, num_tiles):
 
 @gluon.jit
 def next_item(
-    turn,
-    problem,
-    shared,
-    counter_ptr,
-    BLOCK: gl.constexpr,
-    LAST_FIRST: gl.constexpr,
-    row_ptrs,
-    sections,
-    heads,
-    BLOCK_OTHER: gl.constexpr,
-    PASSES_OVER: gl.constexpr = False,
-):
+    turn, problem, shared, counter_ptr, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr, row_ptrs,
+    sections, heads, BLOCK_OTHER: gl.constexpr, PASSES_OVER: gl.constexpr = False,
+):  # fmt: skip
     """Take the producer's item of a turn and hand it over; return what `own_item` does.
 
     From a counter, a program whose items are short takes more. Tiles without rows are passed over.

@@ -89,18 +89,9 @@ def head_terms(terms, element, head):
 
 @gluon.jit
 def prepare_tile(
-    terms,
-    own,
-    first_q,
-    first_kv,
-    offset,
-    seq_q,
-    seq_kv,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    TRANSPOSED: gl.constexpr = False,
-):
+    terms, own, first_q, first_kv, offset, seq_q, seq_kv, BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr = False,
+):  # fmt: skip
     """Return the `TileTerms` of a backward, before the scores are awaited."""
     bias, kept = tile_terms(
         terms, own, first_q, first_q, first_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, LAYOUT, TRANSPOSED
@@ -178,18 +169,9 @@ def _distances(eights, offset, SIGN: gl.constexpr):
 
 @gluon.jit
 def load_bias(
-    terms,
-    own,
-    start_q,
-    start_kv,
-    seq_q,
-    seq_kv,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    TRANSPOSED: gl.constexpr = False,
-    WHOLE: gl.constexpr = False,
-):
+    terms, own, start_q, start_kv, seq_q, seq_kv, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+    LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr = False, WHOLE: gl.constexpr = False,
+):  # fmt: skip
     """Load a tile of a bias for `add_terms`, with 1 in place of an axis that the bias lacks.
 
     Missing rows get the last one's value. WHOLE: all keys exist, and the first is a multiple of 16,
@@ -308,17 +290,9 @@ def draw(
 
 @gluon.jit
 def draw_words(
-    element,
-    head,
-    seed_low,
-    seed_high,
-    first_q,
-    first_kv,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    TRANSPOSED: gl.constexpr = False,
-):
+    element, head, seed_low, seed_high, first_q, first_kv, BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr = False,
+):  # fmt: skip
     """Draw four words for each block of a tile, for the pairs that a thread has.
 
     Returns (words, row, column): [row blocks, 8, column blocks, 8], and the blocks' numbers.
@@ -343,18 +317,9 @@ def draw_words(
 
 @gluon.jit
 def tile_terms(
-    terms,
-    own,
-    own_q,
-    start_q,
-    start_kv,
-    seq_q,
-    seq_kv,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    TRANSPOSED: gl.constexpr = False,
-):
+    terms, own, own_q, start_q, start_kv, seq_q, seq_kv, BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr, LAYOUT: gl.constexpr, TRANSPOSED: gl.constexpr = False,
+):  # fmt: skip
     """Return the `TileTerms`, without a bias that TMA loads; own_q: as `first_q`."""
     bias = 0
     if terms.bias.boxes is None:

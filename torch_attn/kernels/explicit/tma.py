@@ -141,19 +141,9 @@ def _clear_padding_of_sixteen(rows, ids_ptr, start, num_rows):
 
 @gluon.jit
 def store_result(
-    maps,
-    tile,
-    slot,
-    x,
-    batch,
-    head,
-    first,
-    end,
-    heads,
-    IS_PACKED: gl.constexpr,
-    SIZE: gl.constexpr,
-    FIRST: gl.constexpr = 0,
-):
+    maps, tile, slot, x, batch, head, first, end, heads, IS_PACKED: gl.constexpr,
+    SIZE: gl.constexpr, FIRST: gl.constexpr = 0,
+):  # fmt: skip
     """Start to store 64 rows of a result through a tile in shared memory that nobody reads.
 
     maps: descriptors; for packed sequences behind a pointer, or only that: TMA would store all 64,

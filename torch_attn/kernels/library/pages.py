@@ -144,16 +144,9 @@ def load_rows_at(
 
 @triton.jit
 def store_rows_at(
-    base,
-    x,
-    index,
-    strides,
-    is_row,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    FIRST: tl.constexpr = 0,
-    STEP: tl.constexpr = 1,
-):
+    base, x, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr = 0, STEP: tl.constexpr = 1,
+):  # fmt: skip
     """Store what `load_rows_at` loads, where `is_row`."""
     pointers, mask = rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST, STEP)
     tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)

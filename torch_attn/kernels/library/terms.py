@@ -176,16 +176,9 @@ def round_steep(slope):
 
 @triton.jit
 def bias_tile(
-    bias,
-    element,
-    head,
-    start_q,
-    start_kv,
-    seq_q,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
+    bias, element, head, start_q, start_kv, seq_q, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
-):
+):  # fmt: skip
     """Return pointers to a tile of a bias; missing queries get the last's, missing keys past it."""
     query = tl.minimum(start_q + tl.arange(0, BLOCK_Q), seq_q - 1).to(tl.int64)
     key = start_kv + tl.arange(0, BLOCK_KV)
@@ -204,17 +197,9 @@ def bias_tile(
 
 @triton.jit
 def store_bias_tile(
-    dbias,
-    x,
-    element,
-    head,
-    start_q,
-    start_kv,
-    seq_q,
-    seq_kv,
-    BLOCK_Q: tl.constexpr,
+    dbias, x, element, head, start_q, start_kv, seq_q, seq_kv, BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-):
+):  # fmt: skip
     tile = bias_tile(dbias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV)
     x = x.to(dbias.entries.dtype.element_ty)
     # Stores without a mask are wide.

@@ -23,33 +23,12 @@ from twin_attention.targets.family import Backend
     do_not_specialize=["num_tokens", "num_sequences", "num_positions", "num_pages", "max_pages"]
 )
 def append_kv_kernel(
-    k_new_ptr,
-    v_new_ptr,
-    cache,
-    cu_seqlens_ptr,
-    q_ptr,
-    rotation,
-    q_out_ptr,
-    k_new_strides,
-    v_new_strides,
-    q_strides,
-    num_tokens,
-    num_sequences,
-    num_positions,
-    num_pages,
-    max_pages,
-    HEADS_Q: tl.constexpr,
-    HEADS_KV: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-):
+    k_new_ptr, v_new_ptr, cache, cu_seqlens_ptr, q_ptr, rotation, q_out_ptr, k_new_strides,
+    v_new_strides, q_strides, num_tokens, num_sequences, num_positions, num_pages, max_pages,
+    HEADS_Q: tl.constexpr, HEADS_KV: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+):  # fmt: skip
     """One program writes BLOCK_HEADS heads of one token of one sequence.
 
     Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], or None without cache.v, and a `Cache`.
@@ -126,23 +105,10 @@ def append_kv_kernel(
 
 @triton.jit
 def copy_rows(
-    source,
-    source_index,
-    source_strides,
-    reads,
-    target,
-    target_index,
-    target_strides,
-    writes,
-    scale,
-    cos,
-    sin,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
+    source, source_index, source_strides, reads, target, target_index, target_strides, writes,
+    scale, cos, sin, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     """Copy rows, PAIRS pairs rotated, quantised if there is a scale; 0 for those not in `reads`."""
     if cos is None:
         x = load_rows_at(source, source_index, source_strides, reads, SIZE, BLOCK_SIZE)
@@ -174,17 +140,9 @@ def copy_rows(
 
 @triton.jit
 def store_new(
-    base,
-    x,
-    scale,
-    index,
-    strides,
-    is_row,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    base, x, scale, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Store rows as `store_rows_at` does, quantised if there is a scale for each row."""
     if scale is not None:
         x = quantize(x, scale[:, None], base.dtype.element_ty)

@@ -55,28 +55,11 @@ class Cascade(NamedTuple):
 
 @triton.jit(do_not_specialize=["batch_size", "num_pages", "max_pages"])
 def shared_pages_kernel(
-    q_ptr,
-    cache,
-    cascade,
-    tiles,
-    q_strides,
-    batch_size,
-    num_pages,
-    max_pages,
-    rule,
-    HEADS_KV: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PAST_2G: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, cache, cascade, tiles, q_strides, batch_size, num_pages, max_pages, rule,
+    HEADS_KV: tl.constexpr, TOKENS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr,
+    PAST_2G: tl.constexpr, PDL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_ROWS rows of one kv head of tiles, over a split of their prefixes.
 
     Row r is a row of `paged_decode_kernel`, of the tile's sequence ``r // (TOKENS * GROUP_SIZE)``.

@@ -27,25 +27,10 @@ from twin_attention.targets.family import Backend
 
 @triton.jit
 def combine_kernel(
-    outs_ptr,
-    lses_ptr,
-    sinks_ptr,
-    lens_ptr,
-    out_ptr,
-    lse_ptr,
-    outs_strides,
-    lses_strides,
-    tokens,
-    num_states,
-    capacity,
-    window_left,
-    HEADS: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_STATES: tl.constexpr,
-):
+    outs_ptr, lses_ptr, sinks_ptr, lens_ptr, out_ptr, lse_ptr, outs_strides, lses_strides, tokens,
+    num_states, capacity, window_left, HEADS: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_KEYS: tl.constexpr, PDL: tl.constexpr, BLOCK_STATES: tl.constexpr,
+):  # fmt: skip
     """One program merges one row.
 
     Operands: outs [N, B, S, H, Dv] and lses [N, B, H, S] (float32, natural log) with the given

@@ -28,24 +28,10 @@ def _load_lse(lses_ptr, part, num_states, stride):
 
 @triton.jit
 def combine_bwd_kernel(
-    dout_ptr,
-    dlse_ptr,
-    outs_ptr,
-    lses_ptr,
-    douts_ptr,
-    dlses_ptr,
-    dout_strides,
-    dlse_strides,
-    outs_strides,
-    lses_strides,
-    tokens,
-    rows,
-    num_states,
-    HEADS: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_STATES: tl.constexpr,
-):
+    dout_ptr, dlse_ptr, outs_ptr, lses_ptr, douts_ptr, dlses_ptr, dout_strides, dlse_strides,
+    outs_strides, lses_strides, tokens, rows, num_states, HEADS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_STATES: tl.constexpr,
+):  # fmt: skip
     """One program computes the gradients of one row of all parts.
 
     Operands: those of `combine_kernel`; dout [B, S, H, Dv] and dlse [B, H, S] (float32) or None,

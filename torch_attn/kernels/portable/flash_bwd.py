@@ -49,32 +49,11 @@ from twin_attention.targets.schedule import programs_of_sm
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse2_ptr,
-    delta_ptr,
-    dq_ptr,
-    terms,
-    mask,
-    strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    together,
-    rule,
-    window_left,
-    window_right,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    CARRY: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, terms, mask, strides, seq_q, seq_kv,
+    diagonal, num_sequences, heads_q, together, rule, window_left, window_right,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CARRY: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_Q rows of dq of one query head.
 
     Operands and grid: as in `flash_fwd_kernel`; lse2 and delta of `flash_bwd_preprocess_kernel`; dq
@@ -137,32 +116,11 @@ def flash_bwd_dq_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse2_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    terms,
-    mask,
-    strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    together,
-    rule,
-    window_left,
-    window_right,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, terms, mask, strides, seq_q,
+    seq_kv, diagonal, num_sequences, heads_q, together, rule, window_left, window_right,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_KV rows of dk and dv of one kv head, summed over its query heads.
 
     Operands: as in `flash_bwd_dq_kernel`, with the mask of a kernel that visits queries; dk [B,

@@ -43,32 +43,11 @@ from twin_attention.targets.schedule import programs_of_sm
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    row_max_ptr,
-    carry_ptr,
-    terms,
-    mask,
-    strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    together,
-    rule,
-    window_left,
-    window_right,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, row_max_ptr, carry_ptr, terms, mask, strides,
+    seq_q, seq_kv, diagonal, num_sequences, heads_q, together, rule, window_left, window_right,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_Q rows of one query head.
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], with `FlashStrides`; sinks

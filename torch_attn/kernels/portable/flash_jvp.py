@@ -44,34 +44,11 @@ from twin_attention.targets.schedule import programs_of_sm
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def flash_jvp_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    tangents,
-    dout_ptr,
-    dlse_ptr,
-    dterms,
-    terms,
-    mask,
-    strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    together,
-    rule,
-    window_left,
-    window_right,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, tangents, dout_ptr, dlse_ptr, dterms, terms,
+    mask, strides, seq_q, seq_kv, diagonal, num_sequences, heads_q, together, rule, window_left,
+    window_right, GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_Q rows of dout and dlse of one query head.
 
     Operands and grid: as in `flash_fwd_kernel`, whose results are out, with a stride, and lse;

@@ -56,34 +56,12 @@ from twin_attention.targets.splits import (
     do_not_specialize=["num_tokens", "num_sequences", "num_pages", "max_pages", "window_left"]
 )
 def paged_attention_kernel(
-    q_ptr,
-    cache,
-    cu_seqlens_q_ptr,
-    terms,
-    mask,
-    out_ptr,
-    lse_ptr,
-    q_strides,
-    num_tokens,
-    num_sequences,
-    num_pages,
-    max_pages,
-    num_splits,
-    rule,
-    window_left,
-    HEADS_KV: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PAST_2G: tl.constexpr,
-    PDL: tl.constexpr,
-    SKIPS_MASKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, cache, cu_seqlens_q_ptr, terms, mask, out_ptr, lse_ptr, q_strides, num_tokens,
+    num_sequences, num_pages, max_pages, num_splits, rule, window_left, HEADS_KV: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr, PAST_2G: tl.constexpr,
+    PDL: tl.constexpr, SKIPS_MASKS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_ROWS rows of one kv head of a sequence over one split of the keys.
 
     Row r of a sequence is its token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the

@@ -64,34 +64,12 @@ class Parts(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_pages", "max_pages", "window_left"])
 def paged_decode_kernel(
-    q_ptr,
-    cache,
-    terms,
-    tree,
-    cascade,
-    out_ptr,
-    lse_ptr,
-    parts,
-    q_strides,
-    batch_size,
-    num_pages,
-    max_pages,
-    num_splits,
-    rule,
-    window_left,
-    HEADS_KV: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PAST_2G: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-):
+    q_ptr, cache, terms, tree, cascade, out_ptr, lse_ptr, parts, q_strides, batch_size, num_pages,
+    max_pages, num_splits, rule, window_left, HEADS_KV: tl.constexpr, TOKENS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, UPCAST: tl.constexpr, PAST_2G: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_ROWS rows of one kv head over one split of the keys.
 
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that keys

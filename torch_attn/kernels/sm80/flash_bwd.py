@@ -55,32 +55,11 @@ from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse2_ptr,
-    delta_ptr,
-    dq_ptr,
-    mask,
-    strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    together,
-    ASYNC: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr, mask, strides, seq_q, seq_kv,
+    diagonal, num_sequences, heads_q, rule, window_left, window_right, together,
+    ASYNC: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_Q rows of dq of one query head; a warp has 16 rows or more.
 
     Operands, mask, loop invariant and accumulation: as in the portable
@@ -179,34 +158,11 @@ def _fetch_both(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def flash_bwd_dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    dout_ptr,
-    lse2_ptr,
-    delta_ptr,
-    dk_ptr,
-    dv_ptr,
-    sums,
-    mask,
-    strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    together,
-    ASYNC: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr, sums, mask, strides, seq_q,
+    seq_kv, diagonal, num_sequences, heads_q, rule, window_left, window_right, together,
+    ASYNC: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, NUM_STAGES: gl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_KV rows of dk and dv of one kv head, summed over its query heads.
 
     Operands, mask, loop invariant and accumulation: as in the portable
@@ -330,16 +286,9 @@ def flash_bwd_dkdv_kernel(
 
 @gluon.jit(do_not_specialize=["seq_q", "num_sequences"])
 def flash_bwd_postprocess_kernel(
-    dq_sum_ptr,
-    dq_ptr,
-    cu_seqlens_q_ptr,
-    seq_q,
-    num_sequences,
-    heads_q,
-    scale,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-):
+    dq_sum_ptr, dq_ptr, cu_seqlens_q_ptr, seq_q, num_sequences, heads_q, scale,
+    HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
     """Scale and store BLOCK_Q rows of dq of one head from the sums of `add_to_sum`.
 
     dq [B, Sq, Hq, D] contiguous. Grid: (query tiles, heads, batch) in one axis. For packed

@@ -43,32 +43,12 @@ from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def flash_fwd_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    mask,
-    strides,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    together,
-    ASYNC: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, out_ptr, lse_ptr, mask, strides, seq_q, seq_kv, diagonal,
+    num_sequences, heads_q, rule, window_left, window_right, together, ASYNC: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr, NUM_STAGES: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr,
-):
+):  # fmt: skip
     """One program computes BLOCK_Q rows of one query head; each warp has BLOCK_Q / num_warps rows.
 
     Operands, mask, loop invariant, accumulation and the row that sees no key: as in the

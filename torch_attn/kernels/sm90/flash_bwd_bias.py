@@ -68,29 +68,10 @@ from twin_attention.targets.sm90 import has_large_heads
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_bwd_bias_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse2,
-    delta,
-    terms,
-    mask,
-    shared_heads,
-    shared,
-    seq_q,
-    seq_kv,
-    diagonal,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    num_items,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr,
-    EDGES: gl.constexpr,
-):
+    q, k, v, dout, lse2, delta, terms, mask, shared_heads, shared, seq_q, seq_kv, diagonal, heads_q,
+    rule, window_left, window_right, num_items, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr, EDGES: gl.constexpr,
+):  # fmt: skip
     """One program computes tiles of 128 queries by 128 keys of the gradient, one after the other.
 
     A producer warp loads queries and keys, then dout and values, of each head and batch element
@@ -150,17 +131,9 @@ def _locate_tile(item, numbers, window_left, window_right):
 
 @gluon.jit
 def _load_pairs(
-    tiles,
-    barriers,
-    of_queries,
-    of_keys,
-    bias,
-    numbers,
-    window_left,
-    window_right,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):
+    tiles, barriers, of_queries, of_keys, bias, numbers, window_left, window_right,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
     left_tile, right_tile, bias_tile = tiles
     full, bias_full, bias_read = barriers
     _seq_q, _seq_kv, _diagonal, _heads_q, shared_heads, _shared, num_items = numbers
@@ -215,18 +188,9 @@ def _load_bias(bias, bias_tile, element, head, start_q, start_kv, full, read, tu
 
 @gluon.jit
 def _add_pairs(
-    tiles,
-    barriers,
-    of_rows,
-    numbers,
-    rule,
-    terms,
-    window_left,
-    window_right,
-    CONSUMER: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    EDGES: gl.constexpr,
-):
+    tiles, barriers, of_rows, numbers, rule, terms, window_left, window_right,
+    CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr, EDGES: gl.constexpr,
+):  # fmt: skip
     left_tile, right_tile, bias_tile = tiles
     full, bias_full, bias_read = barriers
     lse2_ptr, delta_ptr = of_rows

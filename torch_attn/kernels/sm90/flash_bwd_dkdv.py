@@ -51,34 +51,11 @@ def kv_stages(head_dim, head_dim_v, adds_dq, loads_bias):
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_bwd_dkdv_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse2,
-    delta,
-    dk,
-    dv,
-    counter_ptr,
-    sums,
-    terms,
-    mask,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    num_items,
-    together,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    EDGES: gl.constexpr,
-):
+    q, k, v, dout, lse2, delta, dk, dv, counter_ptr, sums, terms, mask, seq_q, seq_kv, diagonal,
+    num_sequences, heads_q, rule, window_left, window_right, num_items, together,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    NUM_STAGES: gl.constexpr, EDGES: gl.constexpr,
+):  # fmt: skip
     """One program computes tiles of 128 rows of dk and dv, one after the other.
 
     A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of

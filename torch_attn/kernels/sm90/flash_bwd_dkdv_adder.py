@@ -21,19 +21,9 @@ ADDERS = gl.constexpr(128 + 32)
 
 @gluon.jit
 def add_queries(
-    of_dq,
-    shared,
-    sections,
-    problem,
-    window_left,
-    window_right,
-    dq_sum,
-    dbias,
-    ADDS_BIAS: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):
+    of_dq, shared, sections, problem, window_left, window_right, dq_sum, dbias,
+    ADDS_BIAS: gl.constexpr, BLOCK_Q: gl.constexpr, MEMBERS: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
     """Add the tiles of dq that the consumers write to its sums.
 
     sections: (), or `Sections`; the producer awaits an item's section. dbias: None, or the

@@ -49,16 +49,9 @@ def allocate_staging(DTYPE: gl.constexpr):
 
 @gluon.jit
 def run_passes(
-    staging,
-    dq_sum,
-    passes,
-    sections,
-    problem,
-    scale,
-    MEMBERS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-):
+    staging, dq_sum, passes, sections, problem, scale, MEMBERS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+):  # fmt: skip
     """Begin pieces of rows and of dq's sums, and convert others to dq, one after the other.
 
     To begin a piece is to clear its sums, and to prepare its rows if `passes` has them. Programs

@@ -48,34 +48,11 @@ from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_bwd_large_kernel(
-    q,
-    k,
-    v,
-    dout,
-    lse2,
-    delta,
-    dk,
-    dv,
-    counter_ptr,
-    terms,
-    mask,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    num_items,
-    together,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    EDGES: gl.constexpr,
-):
+    q, k, v, dout, lse2, delta, dk, dv, counter_ptr, terms, mask, seq_q, seq_kv, diagonal,
+    num_sequences, heads_q, rule, window_left, window_right, num_items, together,
+    GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
+    BLOCK_Q: gl.constexpr, NUM_STAGES: gl.constexpr, EDGES: gl.constexpr,
+):  # fmt: skip
     """One program computes tiles of 128 rows of dk or of dv, one after the other.
 
     A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of

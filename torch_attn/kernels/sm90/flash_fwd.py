@@ -42,34 +42,11 @@ COUNTED_STEPS = {128: 64, 256: 32, 512: 32}
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_fwd_kernel(
-    q,
-    k,
-    v,
-    sinks_ptr,
-    results,
-    counter_ptr,
-    terms,
-    mask,
-    seq_q,
-    seq_kv,
-    diagonal,
-    num_sequences,
-    heads_q,
-    rule,
-    window_left,
-    window_right,
-    num_items,
-    together,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    EDGES: gl.constexpr,
-    AHEAD: gl.constexpr,
-):
+    q, k, v, sinks_ptr, results, counter_ptr, terms, mask, seq_q, seq_kv, diagonal, num_sequences,
+    heads_q, rule, window_left, window_right, num_items, together, GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr, PING_PONG: gl.constexpr, EDGES: gl.constexpr, AHEAD: gl.constexpr,
+):  # fmt: skip
     """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
 
     BLOCK_Q / 64 consumer warpgroups have 64 rows each (docs/reading-the-twins.md). If out has more

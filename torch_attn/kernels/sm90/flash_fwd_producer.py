@@ -26,24 +26,10 @@ def _step_to_take(total):
 
 @gluon.jit
 def produce_keys(
-    tiles,
-    barriers,
-    shared,
-    counter_ptr,
-    loads,
-    bias,
-    carried,
-    problem,
-    window_left,
-    window_right,
-    lists,
-    BLOCK_Q: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    PASSES_OVER: gl.constexpr,
-    FROM_LEFT: gl.constexpr,
-):
+    tiles, barriers, shared, counter_ptr, loads, bias, carried, problem, window_left, window_right,
+    lists, BLOCK_Q: gl.constexpr, GROUP_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, PASSES_OVER: gl.constexpr, FROM_LEFT: gl.constexpr,
+):  # fmt: skip
     """Load tiles in one warp.
 
     PASSES_OVER: one that sees no key in its intervals is not an item. FROM_LEFT: no masked tile of

@@ -81,33 +81,12 @@ from twin_attention.targets.splits import num_row_tiles
     do_not_specialize=["num_tokens", "num_sequences", "num_pages", "capacity", "window_left"]
 )
 def paged_attention_kernel(
-    q,
-    k,
-    v,
-    tables_ptr,
-    lens_ptr,
-    cu_seqlens_q_ptr,
-    sinks_ptr,
-    out_ptr,
-    lse_ptr,
-    table_stride,
-    num_tokens,
-    num_sequences,
-    num_pages,
-    capacity,
-    rule,
-    window_left,
-    HEADS_KV: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
-    PING_PONG: gl.constexpr,
-    IN_SPANS: gl.constexpr,
-):
+    q, k, v, tables_ptr, lens_ptr, cu_seqlens_q_ptr, sinks_ptr, out_ptr, lse_ptr, table_stride,
+    num_tokens, num_sequences, num_pages, capacity, rule, window_left, HEADS_KV: gl.constexpr,
+    GROUP_SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr,
+    NUM_STAGES: gl.constexpr, PING_PONG: gl.constexpr, IN_SPANS: gl.constexpr,
+):  # fmt: skip
     """One program computes BLOCK_Q rows of one kv head of a sequence.
 
     Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. A
@@ -194,19 +173,10 @@ def _visible_tiles(
 
 @gluon.jit
 def _produce(
-    tiles,
-    barriers,
-    loads,
-    place,
-    table_ptr,
-    num_pages,
-    window_left,
-    GROUP_SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
+    tiles, barriers, loads, place, table_ptr, num_pages, window_left, GROUP_SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
     BLOCK_Q: gl.constexpr,
-):
+):  # fmt: skip
     q_tile, k_tile, v_tile, sums_tile = tiles
     q_full, k_full, v_full = barriers
     q, k, v = loads
@@ -261,23 +231,11 @@ def _load_queries(
 
 @gluon.jit
 def _consume(
-    tiles,
-    barriers,
-    out_ptr,
-    lse_ptr,
-    place,
-    num_tokens,
-    rule,
-    window_left,
-    sinks_ptr,
-    CONSUMER: gl.constexpr,
-    HEADS_KV: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
+    tiles, barriers, out_ptr, lse_ptr, place, num_tokens, rule, window_left, sinks_ptr,
+    CONSUMER: gl.constexpr, HEADS_KV: gl.constexpr, GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr, BLOCK_Q: gl.constexpr,
     PING_PONG: gl.constexpr,
-):
+):  # fmt: skip
     q_tile, k_tile, v_tile, sums_tile = tiles
     q_full, k_full, v_full = barriers
     head_kv, first_token, tokens, start_row, length = place

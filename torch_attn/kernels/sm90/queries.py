@@ -133,16 +133,9 @@ class Barriers(NamedTuple):
 
 @gluon.jit
 def locate_keys(
-    item,
-    place,
-    problem,
-    window_left,
-    window_right,
-    FUSED: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr = 128,
-):
+    item, place, problem, window_left, window_right, FUSED: gl.constexpr, MEMBERS: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr = 128,
+):  # fmt: skip
     """Return batch, first query head, keys, queries and tiles of queries of an item.
 
     Query rows that pad the last tile count as existing: their p is 0 without a mask. In packed
@@ -255,21 +248,10 @@ def _keys_of_item(k_tile, k_full):
 
 @gluon.jit
 def produce_queries(
-    tiles,
-    barriers,
-    shared,
-    counter_ptr,
-    sections,
-    loads,
-    problem,
-    window_left,
-    window_right,
-    FUSED: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    tiles, barriers, shared, counter_ptr, sections, loads, problem, window_left, window_right,
+    FUSED: gl.constexpr, GROUP_SIZE: gl.constexpr, MEMBERS: gl.constexpr, HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-):
+):  # fmt: skip
     """Load all that the consumers of dk and dv multiply, and the values of the queries' rows.
 
     Without a tile of v neither v nor delta is loaded. The single tile of a bias is loaded with

@@ -204,16 +204,9 @@ def _order_as_registers(x):
 
 @gluon.jit(do_not_specialize=["seq_q", "num_sequences"])
 def flash_bwd_postprocess_kernel(
-    dq_sum_ptr,
-    dq_ptr,
-    cu_seqlens_q_ptr,
-    seq_q,
-    num_sequences,
-    heads_q,
-    scale,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-):
+    dq_sum_ptr, dq_ptr, cu_seqlens_q_ptr, seq_q, num_sequences, heads_q, scale,
+    HEAD_DIM: gl.constexpr, BLOCK_Q: gl.constexpr,
+):  # fmt: skip
     """Scale and store 64 rows of a gradient of one head from the sums of `add_dq` or `add_rows`.
 
     dq [B, Sq, Hq, D] contiguous; for dk and dv the problem has the keys' rows and heads. Grid:

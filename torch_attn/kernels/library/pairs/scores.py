@@ -12,19 +12,9 @@ from torch_attn.kernels.library.tree import in_branch
 
 @triton.jit
 def pair_scores(
-    a,
-    b,
-    mask,
-    terms,
-    rule,
-    rows,
-    others,
-    left,
-    right,
-    MASKED: tl.constexpr,
-    OF_KEYS: tl.constexpr = False,
-    ANY_START: tl.constexpr = False,
-):
+    a, b, mask, terms, rule, rows, others, left, right, MASKED: tl.constexpr,
+    OF_KEYS: tl.constexpr = False, ANY_START: tl.constexpr = False,
+):  # fmt: skip
     """Compute a tile's scores; everything that changes or hides a score is applied here.
 
     a, b: the own and the visited rows. MASKED: the tile has hidden keys. OF_KEYS: the own rows are

@@ -142,17 +142,9 @@ def first_row(mask, rows, tiles, index, BLOCK_OTHER: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def load_keys(
-    k_base,
-    STRIDE: tl.constexpr,
-    mask,
-    queries,
-    start_kv,
-    rule,
-    BLOCK_KV: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-    ANY_START: tl.constexpr = False,
-):
+    k_base, STRIDE: tl.constexpr, mask, queries, start_kv, rule, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MASKED: tl.constexpr, ANY_START: tl.constexpr = False,
+):  # fmt: skip
     keys = _visited(mask, queries, queries.head, start_kv, 0, BLOCK_KV, ANY_START)
     k = load_values(k_base, STRIDE, mask, keys, rule, HEAD_DIM, MASKED, ANY_START)
     return k, keys
@@ -160,17 +152,9 @@ def load_keys(
 
 @triton.jit
 def load_queries(
-    q_base,
-    STRIDE: tl.constexpr,
-    mask,
-    keys,
-    head,
-    start_q,
-    rule,
-    BLOCK_Q: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    q_base, STRIDE: tl.constexpr, mask, keys, head, start_q, rule, BLOCK_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     queries = _visited(mask, keys, head, start_q, keys.first_other, BLOCK_Q)
     return load_values(q_base, STRIDE, mask, queries, rule, HEAD_DIM, MASKED), queries
 
