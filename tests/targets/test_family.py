@@ -300,7 +300,11 @@ def test_dq_has_a_kernel_of_its_own_where_that_is_faster():
             )  # fmt: skip
             if each is mosaic:  # XLA's kernels stand around it
                 kernels = kernels - {"flash_bwd_preprocess", "flash_bwd_postprocess"}
+            else:
+                kernels = kernels | {"flash_jvp"}
             assert Backend(each, "sm90").configs(spec).keys() == {"flash_fwd", *kernels}
+    large = replace(SPEC, head_dim=256, head_dim_v=256)
+    assert Backend(GLUON_SM90, "sm90").configs(large).keys() == {"flash_fwd", *ordered}
 
 
 def test_a_triton_without_gluon_is_a_reason(monkeypatch):

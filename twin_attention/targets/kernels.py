@@ -240,7 +240,7 @@ FAMILY_KERNELS = {
         "flash_bwd_postprocess": Kernel(
             AttentionSpec, PreprocessConfig, "flash_bwd", deterministic=False
         ),
-        "flash_jvp": KERNELS["flash_jvp"],
+        "flash_jvp": replace(KERNELS["flash_jvp"], optional=True),
         "paged_attention": replace(
             KERNELS["paged_attention"], config=SpecializedConfig, stationary="block_q"
         ),
