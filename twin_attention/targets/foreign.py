@@ -8,7 +8,7 @@ from twin_attention.targets import sm90
 from twin_attention.targets.kernels import Spec
 
 _SECONDS_OF_LAUNCH = 1e-5  # of the host, in JAX
-_LAUNCHES = {"flash_fwd": 1, "flash_bwd": 3, "partial_fwd": 1, "partial_bwd": 3}
+_LAUNCHES = {"flash_fwd": 1, "flash_bwd": 3, "flash_jvp": 1, "partial_fwd": 1, "partial_bwd": 3}
 _FLOPS_OF_SECOND = 4e14
 _SHORT = 1024  # tokens
 _SHORT_GROUPED = 3072  # of a causal backward of grouped heads
