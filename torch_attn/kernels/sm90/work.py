@@ -54,7 +54,7 @@ class Queries(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """Of a consumer's rows; rest2 is 0 without terms."""
+    """Hold statistics of a consumer's rows; delta is None for tangents, rest2 0 without terms."""
 
     lse2: Any
     delta: Any
