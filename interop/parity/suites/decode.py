@@ -96,8 +96,10 @@ def _full_decode_changes() -> Iterator[Change]:
     for left in (0, 1, 63, 200, 5000):
         yield f"window{left}", {"window_size": (left, 0), "tokens": 3}
     spans = {"lengths": (2100, 40, 0, 2048, 4099), "max_pages": 65, "num_splits": 2}
+    invariant = {**spans, "batch_invariant": True}
     for tokens in (1, 20):
-        yield f"invariant-{tokens}", {**spans, "tokens": tokens, "batch_invariant": True}
+        yield f"invariant-{tokens}", {**invariant, "tokens": tokens}
+    yield "invariant-heads", {**invariant, "heads_q": 16, "heads_kv": 16}
     options = {
         "tokens": 4, "sinks": True, "window_size": (300, None), "softcap": 20.0, "head_dim": 128,
     }  # fmt: skip
