@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
+from pallas_attn.integers import quotient
 from pallas_attn.lowering import TritonCompilerParams
 from pallas_attn.switches import in_32_bits
 from pallas_attn.targets import shared_memory
@@ -84,7 +85,7 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
     """
 
     def place(tile, head, batch):
-        return {"head": head // group_size if len(x.shape) == 4 else head, "batch": batch}
+        return {"head": quotient(head, group_size) if len(x.shape) == 4 else head, "batch": batch}
 
     axes = {1: ("head",), 3: ("batch", "head", ALL), 4: ("batch", ALL, "head", COLUMNS)}
     return None if x is None else block_spec(x, place, *axes[len(x.shape)])

@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.kernels.library.tiles import Visible, arange, cdiv
 from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
@@ -43,9 +44,9 @@ def kept_tiles(tiles, visible, block):
     begin, before, full, after = visible
     tile, count = tiles.rows, tiles.count
     # Find the visible tiles of the mask; from `whole` to `whole_end` they are visible in full.
-    first = begin // tile
+    first = quotient(begin, tile)
     whole = cdiv(begin + before * block, tile)
-    whole_end = jnp.maximum((begin + (before + full) * block) // tile, whole)
+    whole_end = jnp.maximum(quotient(begin + (before + full) * block, tile), whole)
     end = cdiv(begin + (before + full + after) * block, tile)
 
     # Count the listed tiles before each bound.
@@ -76,9 +77,9 @@ def kept_tiles(tiles, visible, block):
 
 def kept_row(tiles, row, size_other, masked):
     tile = tiles.rows
-    num_tiles = cdiv(size_other, tile) if masked else size_other // tile
-    listed = tiles.tiles_ref[tiles.head, tiles.tile, row // tile]
-    return jnp.minimum(jnp.maximum(listed, 0), num_tiles - 1) * tile + row % tile
+    num_tiles = cdiv(size_other, tile) if masked else quotient(size_other, tile)
+    listed = tiles.tiles_ref[tiles.head, tiles.tile, quotient(row, tile)]
+    return jnp.minimum(jnp.maximum(listed, 0), num_tiles - 1) * tile + remainder(row, tile)
 
 
 def lists_of_keys(operands: AttentionOperands[Array]) -> Lists:

@@ -15,7 +15,7 @@ def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
     start_q, start_kv = rows.start - rows.first, others.start
     if of_keys:
         query, key, start_q, start_kv = key, query, start_kv, start_q
-    first_q, first_kv = start_q // 16 * 8, start_kv // 32 * 8
+    first_q, first_kv = start_q >> 4 << 3, start_kv >> 5 << 3
     if any_start or key.shape[0] % 32 != 0:
         key, first_kv = key + start_kv, 0
     if of_keys:
@@ -31,18 +31,18 @@ def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
     counters = (
         element,
         head,
-        first_q + query // 16 * 8 + query % 8,
-        first_kv + key // 32 * 8 + key % 8,
+        first_q + (query >> 4 << 3) + (query & 7),
+        first_kv + (key >> 5 << 3) + (key & 7),
     )
     w0, w1, w2, w3 = philox(
         tuple(lax.convert_element_type(x, jnp.uint32) for x in counters),
         tuple(lax.bitcast_convert_type(terms.seed[i], jnp.uint32) for i in range(2)),
     )
-    lower = jnp.where(key // 8 % 2 == 0, w0, w1)
-    upper = jnp.where(key // 8 % 2 == 0, w2, w3)
-    bits = jnp.where(query // 8 % 2 == 0, lower, upper)
+    lower = jnp.where((key & 8) == 0, w0, w1)
+    upper = jnp.where((key & 8) == 0, w2, w3)
+    bits = jnp.where((query & 8) == 0, lower, upper)
     # Only the upper half matters to the comparison below.
-    bits = jnp.where(key // 16 % 2 == 0, bits << 16, bits)
+    bits = jnp.where((key & 16) == 0, bits << 16, bits)
     kept = bits >= jnp.uint32(rule.threshold << 16)
     scale = jnp.full(kept.shape, rule.scale, jnp.float32)
     return jnp.where(kept, scale, 0.0)

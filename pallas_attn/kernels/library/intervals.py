@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_attn.integers import quotient
 from pallas_attn.kernels.library.tiles import load_rows, tiles_between
 from twin_attention.contract.operands import AttentionOperands, PartialOperands
 
@@ -30,7 +31,7 @@ def tiles_of_intervals(begins, ends, block_other):
     full_begin = jnp.max(jnp.where(exists, begins, 0))
     full_end = jnp.min(jnp.where(exists, ends, LARGEST_ROW))
     end = jnp.where(end > begin, end, 0)
-    begin = begin // block_other * block_other
+    begin = quotient(begin, block_other) * block_other
     return tiles_between(begin, full_begin, full_end, end, block_other)
 
 

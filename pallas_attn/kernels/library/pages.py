@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.kernels.library.tiles import Visible, arange, cdiv
 
 
@@ -28,13 +29,13 @@ def tiles_at_edges(position, last_position, first, count, window_left, block):
     if window_left is not None:
         begin = cdiv(jnp.maximum(last_position - window_left, 0), block)
         before = jnp.minimum(jnp.maximum(begin - first, 0), count)
-    end = jnp.maximum(position + 1, 0) // block
+    end = quotient(jnp.maximum(position + 1, 0), block)
     full = jnp.minimum(jnp.maximum(end - first - before, 0), count - before)
     return Visible(0, before, full, count - before - full)
 
 
 def share_of_tiles(begin, end, split, num_splits, block):
-    first = begin // block
+    first = quotient(begin, block)
     total = cdiv(end, block) - first
     share = cdiv(total, num_splits)
     count = jnp.minimum(jnp.maximum(total - split * share, 0), share)
@@ -51,12 +52,12 @@ def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequen
     row = () if sequence is None else (sequence,)
     offset = arange(block_kv)
     if page_size % block_kv == 0:
-        page = plt.load(table_ref.at[*row, start // page_size])
-        slot = start % page_size + offset
+        page = plt.load(table_ref.at[*row, quotient(start, page_size)])
+        slot = remainder(start, page_size) + offset
     else:
         key = start + offset
-        page = plt.load(table_ref.at[*row, key // page_size], mask=key < length, other=0)
-        slot = key % page_size
+        page = plt.load(table_ref.at[*row, quotient(key, page_size)], mask=key < length, other=0)
+        slot = remainder(key, page_size)
     page = jnp.broadcast_to(jnp.minimum(jnp.maximum(page, 0), num_pages - 1), (block_kv,))
     return page, slot
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient
 from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, in_blocks
 from pallas_attn.kernels.library.tiles import minimum
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
@@ -96,7 +97,7 @@ def tiles_in_ranges(ranges, row, exists, block):
     shown, whole = row != row, exists & (row + block <= end_row)
     last_block = (jnp.minimum(row + block, end_row) - 1) // BLOCK_TOKENS
     for n in range((block + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1):
-        i, of_block = jnp.minimum(row // BLOCK_TOKENS + n, last_block), row != row
+        i, of_block = jnp.minimum(quotient(row, BLOCK_TOKENS) + n, last_block), row != row
         for x in range(blocks.shape[2]):
             begin, end, all_begin, all_end = (
                 plt.load(blocks.at[i, kind, x], mask=exists, other=0) for kind in range(4)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.targets import num_sms
 from twin_attention.targets.schedule import heads_together, programs_of_sm
 
@@ -10,8 +11,8 @@ def longest_first(program, num_tiles, num_heads, together):
     place = num_tiles * num_heads - 1 - program  # counted from the end
     together = min(together, num_heads)
     is_last = place < together * num_tiles
-    head = jnp.where(is_last, place % together, place // num_tiles)
-    tile = jnp.where(is_last, place // together, place % num_tiles)
+    head = jnp.where(is_last, remainder(place, together), quotient(place, num_tiles))
+    tile = jnp.where(is_last, quotient(place, together), remainder(place, num_tiles))
     return head, tile
 
 
@@ -31,7 +32,7 @@ def order_programs(spec, backend, block, *sizes):
 
         def place(program):
             index, tile = longest_first(program, num_tiles, heads * batch, together)
-            return tile, index % heads, index // heads
+            return tile, remainder(index, heads), quotient(index, heads)
 
         return place
 

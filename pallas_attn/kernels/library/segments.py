@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient
 from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks, scan
 from pallas_attn.kernels.library.tiles import Visible, cdiv, load_rows, minimum
 
@@ -47,8 +48,8 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
 
     first = jnp.full((SCAN_WIDTH,), num_blocks, jnp.int32)
     stop = jnp.zeros((SCAN_WIDTH,), jnp.int32)
-    first, stop = scan(begin // BLOCK_TOKENS, end, find, (first, stop))
-    begin = jnp.maximum(begin, jnp.min(first) * BLOCK_TOKENS // block * block)
+    first, stop = scan(quotient(begin, BLOCK_TOKENS), end, find, (first, stop))
+    begin = jnp.maximum(begin, quotient(jnp.min(first) * BLOCK_TOKENS, block) * block)
     end = jnp.max(stop)
     count = cdiv(jnp.maximum(end * BLOCK_TOKENS - begin, 0), block)
 
@@ -58,8 +59,8 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
         return jnp.minimum(padded, jnp.where(any_id < 0, i, end))
 
     padded = jnp.full((SCAN_WIDTH,), 0, jnp.int32) + end
-    padded = scan(begin // BLOCK_TOKENS, end, find_padding, padded)
-    full = jnp.maximum(jnp.min(padded) * BLOCK_TOKENS - begin, 0) // block
+    padded = scan(quotient(begin, BLOCK_TOKENS), end, find_padding, padded)
+    full = quotient(jnp.maximum(jnp.min(padded) * BLOCK_TOKENS - begin, 0), block)
     return Visible(begin, 0, full, count - full)
 
 

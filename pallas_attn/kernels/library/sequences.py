@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient
 from pallas_attn.kernels.library.tiles import arange, cdiv
 from twin_attention.contract.operands import AttentionOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
@@ -68,12 +69,12 @@ def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block, find=None):
     sequence = jnp.where(is_first, tile, owner)
     first, tokens = rows_of_sequence(cu_seqlens_ref, sequence, num_tokens, num_tokens)
     other = tile - num_sequences - 1
-    index = jnp.where(is_first, 0, jnp.maximum(other - first * rows // block, 0) + 1)
+    index = jnp.where(is_first, 0, jnp.maximum(other - quotient(first * rows, block), 0) + 1)
     return sequence, first, tokens, index * block
 
 
 def first_tile(first, sequence, block):
-    return first // block + sequence
+    return quotient(first, block) + sequence
 
 
 def find_sequence(cu_seqlens_ref, tile, block, rows=None):
@@ -87,7 +88,7 @@ def find_sequence(cu_seqlens_ref, tile, block, rows=None):
         if rows is None:
             begin = first_tile(offset, sequence, block)
         else:
-            begin = offset * rows // block
+            begin = quotient(offset * rows, block)
         begun = exists & (begin <= tile)
         passed = jnp.maximum(jnp.sum(begun.astype(jnp.int32), dtype=jnp.int32) - 1, 0)
         first = first + passed * step

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient, remainder
 from twin_attention.targets.config import padded_head_dim
 
 # Row vectors that the backward's kernels share are padded to a multiple of this many rows.
@@ -44,7 +45,7 @@ def visible_tiles(start, size, size_other, diagonal, left, right, block, block_o
     end = size_other
     full_end = size_other
     if left is not None:
-        begin = maximum(first - left, 0) // block_other * block_other
+        begin = quotient(maximum(first - left, 0), block_other) * block_other
         full_begin = maximum(last - left, 0)
     if right is not None:
         end = minimum(maximum(last + right + 1, 0), size_other)
@@ -54,8 +55,8 @@ def visible_tiles(start, size, size_other, diagonal, left, right, block, block_o
 
 def tiles_between(begin, full_begin, full_end, end, block):
     visible = cdiv(maximum(end - begin, 0), block)
-    before = minimum(cdiv(full_begin - begin, block), visible)
-    full = maximum(full_end - begin, 0) // block - before
+    before = minimum(cdiv(maximum(full_begin - begin, 0), block), visible)
+    full = quotient(maximum(full_end - begin, 0), block) - before
     full = minimum(maximum(full, 0), visible - before)
     return Visible(begin, before, full, visible - before - full)
 
@@ -74,7 +75,7 @@ def tile_start(index, visible, block, masked):
 
 def cdiv(a, b):
     """Return a / b rounded up, a >= 0; unlike `pl.cdiv` it takes a traced int32 in 64-bit mode."""
-    return (a + (b - 1)) // b
+    return quotient(a + (b - 1), b)
 
 
 def minimum(a, b):
@@ -91,7 +92,7 @@ def split_step(step, count, group_size):
         return np.int32(0), step
     step = lax.convert_element_type(step, jnp.int32)
     count = maximum(count, 1)
-    return step // count, step % count
+    return quotient(step, count), remainder(step, count)
 
 
 class Rows(NamedTuple):

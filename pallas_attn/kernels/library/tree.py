@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient
 from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, in_blocks
 from pallas_attn.kernels.library.tiles import Visible, cdiv, minimum
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
@@ -77,8 +78,8 @@ def find_branches(mask, rows, begin):
 
 def tiles_in_branches(branches, tile, exists, whole, block):
     row = branches.row + tile * block
-    first_block = row // BLOCK_TOKENS
-    last_block = jnp.minimum(row + block - 1, branches.last_row) // BLOCK_TOKENS
+    first_block = quotient(row, BLOCK_TOKENS)
+    last_block = quotient(jnp.minimum(row + block - 1, branches.last_row), BLOCK_TOKENS)
     visited = row != row
     for n in range((block + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1):
         i = jnp.minimum(first_block + n, last_block)
@@ -107,7 +108,7 @@ def ending_tiles(mask, keys, visible, block):
     count = cdiv(jnp.maximum(end - begin, 0), block)
     count = jnp.minimum(count, before + full + after)
     before = jnp.minimum(before, count)
-    whole = jnp.maximum(full_end - begin, 0) // block - before
+    whole = quotient(jnp.maximum(full_end - begin, 0), block) - before
     full = jnp.minimum(jnp.minimum(jnp.maximum(whole, 0), full), count - before)
     if mask.depths.reach is not None:
         full = jnp.int32(0)

@@ -8,6 +8,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.kernels.library.arguments import decode_arguments
 from pallas_attn.kernels.library.pages import locate_keys, share_of_tiles, splits_with_keys
 from pallas_attn.kernels.library.prefixes import find_leaders, find_members
@@ -85,8 +86,8 @@ def shared_pages_kernel(
     if k_scale_ref is not None:
         scale = scale * k_scale_ref[...]
     row = tile * block_rows + arange(block_rows)
-    index_in_tile = row // (tokens * group_size)
-    token, head = row // group_size % tokens, row % group_size
+    index_in_tile = quotient(row, tokens * group_size)
+    token, head = remainder(quotient(row, group_size), tokens), remainder(row, group_size)
 
     def attend(turn, _):
         # Find the split's share of the keys.

@@ -6,6 +6,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from pallas_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows
@@ -126,7 +127,8 @@ def _launch(
     block_dv = padded_head_dim(spec.head_dim_v)
 
     def place(row, batch):
-        return {"batch": batch, "token": row // spec.heads, "head": row % spec.heads}
+        token, head = quotient(row, spec.heads), remainder(row, spec.heads)
+        return {"batch": batch, "token": token, "head": head}
 
     def of(x, *axes):
         return block_spec(x, place, *axes)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.library.block_mask import num_lists_of_group
 from pallas_attn.kernels.library.dropout import kept_pairs
@@ -64,13 +65,14 @@ def flash_bwd_preprocess_kernel(
     """
     # Locate the rows.
     padded = pl.program_id(0) * block_q
+    padded_tile = quotient(padded, ROW_PADDING)
     start_q, seq_dout = padded, seq_q
     if cu_seqlens_q_ref is not None:
         # The other axis is the queries as well, where the padding's sequence is empty.
         _sequence, _first_q, start_q, seq_q, first_dout, size_dout = locate_tile(
-            cu_seqlens_q_ref, cu_seqlens_q_ref, padded // ROW_PADDING, seq_q, seq_q, ROW_PADDING
+            cu_seqlens_q_ref, cu_seqlens_q_ref, padded_tile, seq_q, seq_q, ROW_PADDING
         )
-        start_q = start_q + padded % ROW_PADDING
+        start_q = start_q + remainder(padded, ROW_PADDING)
         seq_dout = first_dout + size_dout
 
     # delta = rowsum(dout ∘ out) - dlse

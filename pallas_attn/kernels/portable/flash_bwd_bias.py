@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.kernels.library.mask import Mask
 from pallas_attn.kernels.library.pairs.rows import rows_at
 from pallas_attn.kernels.library.sequences import TileRows
@@ -68,7 +69,7 @@ def flash_bwd_bias_kernel(
     start_q, start_kv, diagonal = tile * block_q, tile * block_kv, seq_kv - seq_q
     if kind == "pairs":
         tiles_kv = cdiv(seq_kv, block_kv)
-        start_q, start_kv = tile // tiles_kv * block_q, tile % tiles_kv * block_kv
+        start_q, start_kv = quotient(tile, tiles_kv) * block_q, remainder(tile, tiles_kv) * block_kv
     # Find the tiles that a row or a column of tiles sees.
     left, right = window.left, window.right
     if mask.q_ranges.bounds is not None:
@@ -91,7 +92,8 @@ def flash_bwd_bias_kernel(
         step = lax.convert_element_type(step, jnp.int32)
         own_head, own_element, own_q, own_kv = head, element, start_q, start_kv
         if kind == "pairs":
-            own_head, own_element = head + step % shared_heads, element + step // shared_heads
+            own_head = head + remainder(step, shared_heads)
+            own_element = element + quotient(step, shared_heads)
         elif kind == "rows":
             own_kv = first + step * block_kv
         else:

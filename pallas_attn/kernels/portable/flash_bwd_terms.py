@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient
 from pallas_attn.kernels.library.block_mask import Lists
 from pallas_attn.kernels.library.dropout import kept_pairs
 from pallas_attn.kernels.library.intervals import RowIntervals
@@ -64,7 +65,7 @@ def score_gradients(
     exist.
     """
     q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref = refs
-    head_kv = None if rows.member is None else rows.member // group_size
+    head_kv = None if rows.member is None else quotient(rows.member, group_size)
     keys = keys_from_anywhere(mask, rows, head_kv, start_kv, block_kv)
     # s = scale · q kᵀ
     q = load_own(q_ref, rows, rule, head_dim)

@@ -6,6 +6,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.kernels.library.arguments import decode_arguments
 from pallas_attn.kernels.library.new_tokens import tree_mask
 from pallas_attn.kernels.library.pages import (
@@ -87,8 +88,9 @@ def paged_attention_kernel(
     # Locate the rows and the split's share of the keys that they see.
     (num_pages, page_size, _), scale, split = k_ref.shape, rule.scale, pl.program_id(1)
     num_sequences, max_pages = tables_ref.shape
+    tile = quotient(pl.program_id(0), heads_kv)
     sequence, first_token, tokens, start_row = locate_tokens(
-        cu_seqlens_q_ref, pl.program_id(0) // heads_kv, q_ref.shape[0], group_size, block_rows
+        cu_seqlens_q_ref, tile, q_ref.shape[0], group_size, block_rows
     )
     length = plt.load(
         lens_ref.at[jnp.minimum(sequence, num_sequences - 1)],
@@ -96,8 +98,8 @@ def paged_attention_kernel(
         other=0,
     )
     length = jnp.minimum(jnp.maximum(length, 0), max_pages * page_size)
-    first = start_row // group_size
-    last = jnp.minimum((start_row + block_rows - 1) // group_size, tokens - 1)
+    first = quotient(start_row, group_size)
+    last = jnp.minimum(quotient(start_row + block_rows - 1, group_size), tokens - 1)
     begin, end = keys_of_tokens(length, tokens, first, last, window_left)
     window_begin = begin
     if ranges_ref is not None:
@@ -110,7 +112,7 @@ def paged_attention_kernel(
 
     # Load the queries; they stay.
     row = start_row + arange(block_rows)
-    token, head = row // group_size, row % group_size
+    token, head = quotient(row, group_size), remainder(row, group_size)
     is_row = token < tokens
     q_row = first_token + token
     q, scale = load_q(
@@ -203,7 +205,7 @@ def paged_attention(
     heads, of_pool = ("head", group), (ALL, ALL, "head", COLUMNS)
 
     def place(program, split):
-        return {"head": program % heads_kv, "split": split}
+        return {"head": remainder(program, heads_kv), "split": split}
 
     def of(x, *axes):
         return block_spec(x, place, *axes)

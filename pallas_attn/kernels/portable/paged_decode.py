@@ -6,6 +6,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.integers import quotient, remainder
 from pallas_attn.kernels.library.arguments import decode_arguments
 from pallas_attn.kernels.library.new_tokens import tree_mask_of_words, tree_words
 from pallas_attn.kernels.library.pages import (
@@ -97,7 +98,7 @@ def paged_decode_kernel(
 
     # Load the queries; they stay.
     row = tile * block_rows + arange(block_rows)
-    token, head = row // group_size, row % group_size
+    token, head = quotient(row, group_size), remainder(row, group_size)
     is_row = token < tokens
     q, scale = load_q(
         q_ref, (token, head), is_row, scale, v_ref, head_dim, head_dim_v, block_d, block_dv, upcast
