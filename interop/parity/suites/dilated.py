@@ -17,9 +17,9 @@ def _small_dilated() -> Iterator[DilatedCase]:
     base = DilatedCase("", batch=1, seq_q=96, seq_kv=96, head_dim=16, segment_lengths=(24, 48, 96))
     # Two lengths, so two calls, one without a copy; rates that do not divide the heads.
     yield replace(
-        base, name="dilated-all-options", batch=2, heads_q=6, heads_kv=3, head_dim=24,
-        head_dim_v=16, dtype="float16", softcap=20.0, scale=0.2, segment_lengths=(96, 48, 32),
-        dilation_rates=(6, 3, 1),
+        base, name="dilated-all-options", batch=2, seq_q=48, seq_kv=48, heads_q=6,
+        heads_kv=3, head_dim=24, head_dim_v=16, dtype="float16", softcap=20.0, scale=0.2,
+        segment_lengths=(48, 24, 16), dilation_rates=(6, 3, 1),
     )  # fmt: skip
     # Some tokens are kept by no head, or by one.
     yield replace(

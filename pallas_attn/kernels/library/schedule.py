@@ -9,7 +9,8 @@ from twin_attention.targets.schedule import heads_together, programs_of_sm
 
 def longest_first(program, num_tiles, num_heads, together):
     place = num_tiles * num_heads - 1 - program  # counted from the end
-    together = min(together, num_heads)
+    if together >= num_heads:
+        return remainder(place, num_heads), quotient(place, num_heads)
     is_last = place < together * num_tiles
     head = jnp.where(is_last, remainder(place, together), quotient(place, num_tiles))
     tile = jnp.where(is_last, quotient(place, together), remainder(place, num_tiles))
