@@ -99,9 +99,10 @@ def pytest_runtest_call() -> Generator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking through the frameworks again and again."""
+    """Keep the garbage collector from walking through the frameworks and traces again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

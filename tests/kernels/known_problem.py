@@ -9,9 +9,9 @@ from twin_attention.interop.kernels import known
 from twin_attention.interop.kernels.plan import Kernel, Type
 from twin_attention.targets.target import Card
 
-ROWS, LSE = Type((1, 300, 2, 64), "bfloat16"), Type((1, 2, 300), "float32")
+ROWS, LSE = Type((1, 300, 2, 16), "bfloat16"), Type((1, 2, 300), "float32")
 OPERANDS = FlashOperands(*[ROWS] * 3)
-SPEC = AttentionSpec(1, 300, 300, 2, 2, 64, 64, "bfloat16", 0.125)
+SPEC = AttentionSpec(1, 300, 300, 2, 2, 16, 16, "bfloat16", 0.25)
 CARD = Card(80, 108, 163 * 1024)
 FORWARD = known.Question("sm80", "flash_fwd", SPEC, "sm80", CARD, (OPERANDS,))
 BACKWARD = FORWARD._replace(operation="flash_bwd", operands=(ROWS, LSE, OPERANDS, ROWS, LSE, None))

@@ -39,7 +39,8 @@ AUTO = jax.sharding.AxisType.Auto
 
 
 def attend(case, plan, inputs, **options):
-    mesh = jax.make_mesh((4,), ("context",), axis_types=(AUTO,))
+    devices = jax.devices()[: plan.size]
+    mesh = jax.make_mesh((plan.size,), ("context",), axis_types=(AUTO,), devices=devices)
     names = [name for name in ("q", "k", "v", "sinks") if name in inputs]
     everywhere = jax.NamedSharding(mesh, jax.P())
 
@@ -88,7 +89,7 @@ def check_placed(plan):
 
 
 def shard(function, in_specs, out_specs):
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AUTO,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2, 2), ("batch", "heads"), axis_types=(AUTO,) * 2)
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
@@ -96,26 +97,24 @@ def check_shards():
     case = replace(dense.CASE, batch=2, dtype="float32", name="sharded")
     inputs = make_inputs(case, "cpu")
     options = {**case.options, "return_lse": True, "implementation": "triton"}
-    batch, heads = P("x"), P(None, None, "x")
-    for rows, lse, sinks in ((batch, batch, P()), (heads, P(None, "x"), batch)):
-        attend = shard(
-            lambda q, k, v, sinks: flash_attention(q, k, v, sinks=sinks, **options),
-            (rows, rows, rows, sinks), (rows, lse),
-        )  # fmt: skip
-        got = dense.results_and_gradients(jax.jit(attend), *dense.to_jax(inputs))
-        assert all(len(x.devices()) == 2 for x in got)
-        assert_within_budget([dense.to_torch(x) for x in got], inputs, case.spec)
+    rows, lse, batch, heads = P("batch", None, "heads"), P("batch", "heads"), P("batch"), P("heads")
+    attend = shard(
+        lambda q, k, v, sinks: flash_attention(q, k, v, sinks=sinks, **options),
+        (rows, rows, rows, heads), (rows, lse),
+    )  # fmt: skip
+    got = dense.results_and_gradients(jax.jit(attend), *dense.to_jax(inputs))
+    assert all(len(x.devices()) == 4 for x in got)
+    assert_within_budget([dense.to_torch(x) for x in got], inputs, case.spec)
     operands, new = decoding.operands(decoding.CASE), decoding.new_tokens()
     q, *cache = operands.values()
     options = {**decoding.CASE.options, "return_lse": True, "implementation": "triton"}
-    over_batch = (batch, P(), P(), batch, batch), (batch, batch)
-    over_heads = (heads, heads, heads, P(), P()), (heads, P(None, "x"))
-    for in_specs, out_specs in (over_batch, over_heads):
-        got = jax.jit(shard(partial(paged_decode, **options), in_specs, out_specs))(q, *cache)
-        assert all(len(x.devices()) == 2 for x in got)
-        decoding.assert_right(got, operands, decoding.CASE.spec)
+    pool = P(None, None, "heads")
+    decode = shard(partial(paged_decode, **options), (rows, pool, pool, batch, batch), (rows, lse))
+    got = jax.jit(decode)(q, *cache)
+    assert all(len(x.devices()) == 4 for x in got)
+    decoding.assert_right(got, operands, decoding.CASE.spec)
     append = partial(append_kv, implementation="triton")
-    append = jax.jit(shard(append, (*[heads] * 4, P(), P()), heads))
+    append = jax.jit(shard(append, (*[pool] * 4, P(), P()), pool))
     decoding.assert_same(append(*new, *cache), decoding.written(new, *cache))
 
 
@@ -127,7 +126,7 @@ if __name__ == "__main__":
     for case, plan in ((window, contiguous), (CASE, balanced)):
         assert any(hop.sent is not None for hop in equal_hops(plan, case.spec.window))
     check_placed(context_plan(64, 4))
-    check(OPTIONS, context_plan(64, 4), exchange="ring", implementation="triton")
+    check(OPTIONS, context_plan(64, 2), exchange="ring", implementation="triton")
     check(replace(OPTIONS, dtype="float32"), context_plan(64, 4), exchange="gather")
     check(CASE, balanced, exchange="ring")
     check(CASE, context_plan(64, 4, "stripe", DOCUMENTS), exchange="heads")

@@ -25,6 +25,7 @@ def test_vmap_of_grad_under_jit(operands, pairs):
     q, k, v = operands
     qs = jnp.stack([q, 2 * q])
 
+    @jax.jit
     def gradient(q):
         return jax.grad(loss)(q, k, v, pairs)
 

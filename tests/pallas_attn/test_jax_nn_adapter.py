@@ -17,22 +17,31 @@ def inputs(seq_q: int, seq_kv: int, dtype=jnp.bfloat16, batch: tuple[int, ...] =
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def assert_like_jax(function, operands, kind="output", **options) -> None:
+def assert_like_jax(function, operands, **options) -> None:
     theirs, ours = (
         function(lambda *qkv, attention=attention: attention(*qkv, **options))
         for attention in (jax.nn.dot_product_attention, dot_product_attention)
     )
     wanted = theirs(*(x.astype(jnp.float32) for x in operands))
-    results = zip(*map(jax.tree.leaves, (ours(*operands), wanted, theirs(*operands))), strict=True)
-    for got, ref, lp in results:
+    results = map(jax.tree.leaves_with_path, (ours(*operands), wanted, theirs(*operands)))
+    for (path, got), (_, ref), (_, lp) in zip(*results, strict=True):
+        kind = "gradient" if "gradient" in str(path) else "output"
         assert (got.shape, got.dtype) == (lp.shape, lp.dtype)
         got, ref, lp = (torch.from_numpy(np.array(x, np.float64)) for x in (got, ref, lp))
         agreement = compare_to_reference(got, ref, lp, operands[0].dtype.name, kind)
         assert agreement.ok, agreement
 
 
-def gradient(attention):
-    return jax.grad(lambda *qkv: jnp.sum(jnp.sin(attention(*qkv))), argnums=(0, 1, 2))
+def with_gradients(attention):
+    def loss(*qkv):
+        found = attention(*qkv)
+        return jnp.sum(jnp.sin(found[0])), found
+
+    def results(*qkv):
+        gradients, found = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(*qkv)
+        return {"gradient": gradients, "output": found}
+
+    return jax.jit(results)
 
 
 def test_the_signature_is_that_of_jax_nn():
@@ -59,9 +68,8 @@ WINDOWS = (1, 0), (1, 2), (-2, 9), (3, -1), (-9, 12), (-1, -1), (2, -3), -4
     [(*((9, 7), (5, 9))[i % 2], window, i % 4 < 2) for i, window in enumerate(WINDOWS)],
 )
 def test_a_window_without_a_key_for_some_queries(seq_q, seq_kv, window, causal):
-    options = {"local_window_size": window, "is_causal": causal}
-    assert_like_jax(jax.jit, inputs(seq_q, seq_kv), return_residual=True, **options)
-    assert_like_jax(gradient, inputs(seq_q, seq_kv), "gradient", **options)
+    options = {"local_window_size": window, "is_causal": causal, "return_residual": True}
+    assert_like_jax(with_gradients, inputs(seq_q, seq_kv), **options)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +100,9 @@ LENGTHS_OF = {
     ],
 )  # fmt: skip
 def test_lengths(seq_q, seq_kv, causal, window):
-    options = {"is_causal": causal, "local_window_size": window, **LENGTHS_OF}
+    options = {"is_causal": causal, "local_window_size": window, "return_residual": True}
     operands = inputs(seq_q, seq_kv, batch=(7,))
-    assert_like_jax(jax.jit, operands, return_residual=True, **options)
-    assert_like_jax(gradient, operands, "gradient", **options)
+    assert_like_jax(with_gradients, operands, **options, **LENGTHS_OF)
 
 
 @pytest.mark.parametrize("name", LENGTHS_OF)
@@ -126,9 +133,9 @@ def test_bias(shape):
         def loss(bias, *qkv):
             return jnp.sum(jnp.sin(attention(*qkv, bias)))
 
-        return lambda *qkv: jax.grad(loss)(bias, *qkv)
+        return lambda *qkv: {"gradient": jax.grad(loss)(bias, *qkv)}
 
-    assert_like_jax(gradient, inputs(9, 7), "gradient", local_window_size=(1, 2))
+    assert_like_jax(gradient, inputs(9, 7), local_window_size=(1, 2))
 
 
 def test_numpy_arrays():
@@ -168,9 +175,8 @@ def test_queries_without_a_key_on_a_mesh_of_explicit_axes():
 def test_masks(shape, options):
     """Some queries see no key."""
     mask = jax.random.bernoulli(jax.random.key(2), 0.3, shape).at[-1, :, -1].set(False)
-    options |= {"mask": mask}
-    assert_like_jax(jax.jit, inputs(9, 7), return_residual=True, **options)
-    assert_like_jax(gradient, inputs(9, 7), "gradient", **options)
+    options |= {"mask": mask, "return_residual": True}
+    assert_like_jax(with_gradients, inputs(9, 7), **options)
 
 
 MASK = jnp.ones((1, 1, 9, 7), bool)

@@ -181,49 +181,35 @@ def test_newer_versions_are_named(monkeypatch):
 # ---- The table has what the files use. ----
 
 
-def _used():
-    found = {}
-    own, crossing = (Path(x.__file__).parent.rglob("*.py") for x in (pallas_attn, kernels))
-    for file in (*own, *crossing):
-        tree = ast.parse(file.read_text())
-        modules = {
-            alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module == private.__name__
-            for alias in node.names
-        }
-        found[file] = used = defaultdict(set)
-        inner = {x.value for x in ast.walk(tree) if isinstance(x, ast.Attribute)}
-        renamed = {x.value for x in ast.walk(tree) if isinstance(x, ast.Assign)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute | ast.Name) and node not in inner:
-                name, _, attribute = ast.unparse(node).partition(".")
-                if name in modules and re.fullmatch(r"[\w.]+", attribute):
-                    used[name].add(attribute)
-                assert attribute or name not in modules or node not in renamed
-    return found
-
-
 def test_every_attribute_that_the_files_use_is_in_the_table():
-    used = defaultdict(set)
+    used, attributes = defaultdict(set), set()
     others = {
         "triton_call.py": ["foreign"], "own_memory.py": ["triton", "foreign", "mosaic"],
     }  # fmt: skip
-    for file, modules in _used().items():
+    own, crossing = (Path(x.__file__).parent.rglob("*.py") for x in (pallas_attn, kernels))
+    for file in (*own, *crossing):
+        nodes = [*ast.walk(ast.parse(file.read_text()))]
+        modules = {
+            alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module == private.__name__
+            for alias in node.names
+        }
         groups = (
             ["mosaic"]
             if {"pallas_attn", "kernels"} <= {*file.parts}
             else others.get(file.name, ["triton"])
         )
-        for module, names in modules.items():
-            for group in groups:
-                used[group, module] |= names
-    attributes = {
-        node.attr
-        for file in _used()
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute)
-    }
+        inner = {x.value for x in nodes if isinstance(x, ast.Attribute)}
+        attributes |= {x.attr for x in nodes if isinstance(x, ast.Attribute)}
+        renamed = {x.value for x in nodes if isinstance(x, ast.Assign)}
+        for node in nodes if modules else ():
+            if isinstance(node, ast.Attribute | ast.Name) and node not in inner:
+                name, _, attribute = ast.unparse(node).partition(".")
+                if name in modules and re.fullmatch(r"[\w.]+", attribute):
+                    for group in groups:
+                        used[group, name].add(attribute)
+                assert attribute or name not in modules or node not in renamed
     for group, modules in private.GROUPS.items():
         for module, (_, names) in modules.items():
             listed, of_module = {*names.split()}, used.pop((group, module))

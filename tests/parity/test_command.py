@@ -137,6 +137,7 @@ def test_bad_arguments(fake_twins, tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_subjects_are_libraries_and_ours(tmp_path, capsys):
     names = ("FA2", "flax", "transformers sdpa", "torch_attn triton")
     every = {x.label for (x,) in choose_subjects(["all"], [], "cpu")}

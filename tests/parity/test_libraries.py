@@ -37,6 +37,7 @@ def dies_if_causal(case, tensors):
     return lambda q, k, v: v
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_library_whose_process_dies_is_in_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "SHRINK_SECONDS", 0.1)
     claims = frozenset({"flash_attention", "bfloat16", "causal"})
