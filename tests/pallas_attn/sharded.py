@@ -166,4 +166,8 @@ if __name__ == "__main__":
         if kind == jax.sharding.AxisType.Auto:
             check_mapped(mesh, implementation)
         check_tangents(mesh)
+        if sizes == (2, 2):  # two devices share each of two kv heads
+            mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(kind,) * 2)
+            case = FlashCase("kv heads", **SIZES, heads_kv=2, bias="bhqk")
+            check(mesh, case, DENSE, {"all-reduce"}, implementation)
     print("ok")
