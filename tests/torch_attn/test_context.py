@@ -1,5 +1,4 @@
 import gc
-import subprocess
 import sys
 import weakref
 from dataclasses import replace
@@ -12,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_attn
+from tests import fresh
 from tests.oracle import assert_within_budget, poison_padding
+from tests.torch_attn.context_processes import check_on_cpu
 from torch_attn.dispatch import choose
 from torch_attn.distributed import (
     context,
@@ -286,19 +287,7 @@ def test_a_call_that_was_agreed_on_is_not_checked_again(ranks, monkeypatch):
 
 
 def test_processes(tmp_path):
-    command = [sys.executable, "-m", "tests.torch_attn.context_processes"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        out, error = rank.communicate(timeout=300)
-        assert out.strip().endswith("ok"), error[-3000:]
+    fresh.run(check_on_cpu, tmp_path / "store")
 
 
 def test_derivatives_that_are_refused(ranks):
