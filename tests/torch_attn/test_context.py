@@ -35,12 +35,12 @@ from twin_attention.interop.parity.ranks import Room, SimulatedPeers, run_ranks
 
 CASE = FlashCase("", batch=2, seq_q=96, seq_kv=96, heads_q=4, heads_kv=2, head_dim=16, causal=True)
 CASES = {
-    "causal": CASE,
+    "causal": replace(CASE, heads_q=2, heads_kv=1),
     "full": replace(CASE, causal=False),
-    "window": replace(CASE, window_size=(11, None)),
+    "window": replace(CASE, batch=1, window_size=(11, None)),
     "both-sides": replace(CASE, causal=False, window_size=(9, 5), head_dim_v=24),
     "all-options": replace(
-        CASE, dtype="float16", softcap=4.0, sinks=True, scale=0.3, window_size=(30, None)
+        CASE, batch=1, dtype="float16", softcap=4.0, sinks=True, scale=0.3, window_size=(30, None)
     ),
     "float32": replace(CASE, dtype="float32", sinks=True),
 }
