@@ -356,8 +356,7 @@ def allocate_shared_memory(dtype: Any, shape: Any, _layout: Any, value: Any = No
     dtype, shape = torch_dtype(dtype), tuple(shape)
     poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
     values = torch.full(shape, poison, dtype=dtype)
-    bits = now.program.allocate(values.nbytes).view(2, *shape, dtype.itemsize)
-    shared = Shared(values, bits)
+    shared = Shared(values, now.program.allocate(values.nbytes).view(2, *shape, dtype.itemsize))
     if value is not None:
         shared.store(value)
     return shared

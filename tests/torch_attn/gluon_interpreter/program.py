@@ -134,7 +134,8 @@ class Program:
         self.barriers: dict[int, Barrier] = {}
         self.named = [NamedBarrier() for _ in range(NAMED_BARRIERS)]
         self.loads: list[Work] = []
-        self.memory, self.allocated = torch.zeros(2, MEMORY, dtype=torch.uint8), 0
+        self.memory = torch.zeros(2, MEMORY, dtype=torch.uint8)
+        self.bits = self.memory[:, :0]  # of all buffers
         self.partitions: list[Partition] = []
         self.error: BaseException | None = None
         self.finished = threading.Event()
@@ -291,13 +292,9 @@ class Program:
 
     def allocate(self, size: int) -> torch.Tensor:
         """Return the bits of `Shared` for as many bytes."""
-        begin, self.allocated = self.allocated, self.allocated + size
-        return self.memory[:, begin : self.allocated]
-
-    @property
-    def bits(self) -> torch.Tensor:
-        """The bits of all buffers."""
-        return self.memory[:, : self.allocated]
+        begin = self.bits.shape[1]
+        self.bits = self.memory[:, : begin + size]
+        return self.bits[:, begin:]
 
     def barrier(self, place: Shared) -> Barrier:
         found = self.barriers.get(place.values.data_ptr())

@@ -219,13 +219,8 @@ class Shared:
     def __init__(self, values: torch.Tensor, bits: torch.Tensor) -> None:
         self.values, self.bits = values, bits
 
-    @property
-    def unfenced(self) -> torch.Tensor:
-        return self.bits[0]
-
-    @property
-    def known(self) -> torch.Tensor:
-        return self.bits[1]
+    unfenced = property(lambda self: self.bits[0])
+    known = property(lambda self: self.bits[1])
 
     @property
     def shape(self) -> list[int]:
@@ -245,13 +240,11 @@ class Shared:
         return Shared(self.values.narrow(dim, start, length), bits)
 
     def permute(self, order: Iterable[int]) -> Shared:
-        order = tuple(order)
         bits = self.bits.permute(0, *(x + 1 for x in order), -1)
-        return Shared(self.values.permute(order), bits)
+        return Shared(self.values.permute(*order), bits)
 
     def reshape(self, shape: Iterable[int]) -> Shared:
-        shape = tuple(shape)
-        return Shared(self.values.view(shape), self.bits.view(2, *shape, -1))
+        return Shared(self.values.view(*shape), self.bits.view(2, *shape, -1))
 
     def reinterpret(self, dtype: Any, shape: Iterable[int], _layout: Any) -> Shared:
         dtype, shape = torch_dtype(dtype), tuple(shape)
