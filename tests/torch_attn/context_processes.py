@@ -1,4 +1,4 @@
-"""One rank of a group of processes: RANK SIZE FILE [cuda [dies]]."""
+"""Two processes: RANK SIZE FILE cuda [dies] is one of a group on GPUs, or both on a CPU."""
 
 import os
 import sys
@@ -6,21 +6,16 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+import torch._dynamo  # otherwise DTensor imports it after the fork, in each process
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import torch_attn
-from tests.oracle import assert_within_budget
-from tests.torch_attn.test_context import attend
 from torch_attn.distributed import context_attention, context_plan, shard_sequence
 from torch_attn.distributed.copies import copies_of
 from torch_attn.distributed.peers import GroupPeers
-from twin_attention.interop.parity.inputs import make_inputs
-from twin_attention.interop.parity.suites.context import context_cases
-
-LIMIT = timedelta(seconds=60)
 
 
 def check(mesh, plan, exchange):
@@ -82,6 +77,10 @@ def check_on_gpus(rank, size):
 
 
 def check_cases(size):
+    from tests.oracle import assert_within_budget  # which a CPU's ranks need not wait for
+    from tests.torch_attn.test_context import attend
+    from twin_attention.interop.parity.inputs import make_inputs
+    from twin_attention.interop.parity.suites.context import context_cases
 
     def run(size, on_rank):
         found = [None] * size
@@ -112,27 +111,33 @@ def die(rank, size):
 ON_GPUS = "ring-d64", "gather-d128", "ring-documents", "gather-window", "ring-deterministic"
 WAYS = ("ring", "zigzag"), ("gather", "stripe"), ("gather", "zigzag"), ("heads", "balanced")
 
-if __name__ == "__main__":
-    rank, size, file, *more = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-    limit = timedelta(seconds=10) if "dies" in more else LIMIT
-    backend = "nccl" if more else "gloo"
-    if more:
-        torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group(
-        backend, init_method=f"file://{file}", rank=rank, world_size=size, timeout=limit
-    )
-    if more:
-        if "dies" in more:
-            die(rank, size)
-        else:
-            check_on_gpus(rank, size)
-            check_cases(size)
-        sys.exit()
+
+def join(rank, size, file, backend, seconds=60):
+    where, limit = f"file://{file}", timedelta(seconds=seconds)
+    dist.init_process_group(backend, where, limit, size, rank)
+
+
+def check_on_cpu(file):
+    """Check a group of this process and a fork of it."""
+    child = os.fork()
+    rank, size = int(child == 0), 2
+    join(rank, size, file, "gloo")
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("context",))
     for exchange, layout in WAYS:
         check(mesh["context"], context_plan(96, size, layout), exchange)
     check(dist.group.WORLD, context_plan(96, size, "contiguous"), "ring")
     check_torch_conventions(mesh["context"], rank)
     check_that_all_raise(context_plan(96, size))
-    print("ok")
+    assert rank or os.waitpid(child, 0)[1] == 0
+
+
+if __name__ == "__main__":
+    rank, size, file, _, *dies = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    torch.cuda.set_device(rank)
+    torch.set_default_device(f"cuda:{rank}")
+    join(rank, size, file, "nccl", 10 if dies else 60)
+    if dies:
+        die(rank, size)
+    else:
+        check_on_gpus(rank, size)
+        check_cases(size)

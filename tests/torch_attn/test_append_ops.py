@@ -1,6 +1,6 @@
 import torch
-from torch.library import opcheck
 
+from tests.torch_attn.operators import check_operator
 from torch_attn import append_kv
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.interop.parity.cases import AppendCase
@@ -29,7 +29,7 @@ def assert_equal(got, want):
 
 def test_opcheck(torch_device):
     operands = AppendOperands(**inputs_of(PACKED, torch_device))
-    opcheck(torch.ops.twin_attention.append_kv.default, (*operands, True, "triton"))
+    check_operator(torch.ops.twin_attention.append_kv.default, *operands, True)
 
 
 def test_compile(torch_device):

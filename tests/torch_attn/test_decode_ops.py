@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
-from torch.library import opcheck
 
 import torch_attn
+from tests.torch_attn.operators import check_operator
 from torch_attn import append_kv, merge_states, paged_decode
 
 ops = torch.ops.twin_attention
@@ -41,20 +41,22 @@ class Problem(NamedTuple):
     def cache(self) -> tuple[Tensor, ...]:
         return self.k_pages, self.v_pages, self.block_tables, self.seq_lens
 
-    def decode_arguments(self, implementation: str, num_splits: int | None = 2) -> tuple:
+    @property
+    def decode_arguments(self) -> tuple:
         window_left = 6 if self.tree_ends is None else None
         value_dim, scales = (None, (self.scale,) * 2)
         if self.v_pages is None:
             value_dim, scales = DIM_V, (self.scale, None)
-        options = (0.25, window_left, 9.0, num_splits, False, value_dim, False, implementation)
+        options = (0.25, window_left, 9.0, 2, False, value_dim, False)
         terms = self.tree_ends, self.slopes
         return self.q, *self.cache, self.sinks, *scales, *terms, *options
 
-    def append_arguments(self, implementation: str) -> tuple:
+    @property
+    def append_arguments(self) -> tuple:
         left_out = (None,) * 4
         v_scale = None if self.v_pages is None else self.scale
         operands = self.k_new, self.v_new, *self.cache, self.scale, v_scale, *left_out
-        return *operands, False, implementation
+        return *operands, False
 
     def merge_arguments(self, implementation: str) -> tuple:
         outs = torch.stack([self.q, -self.q, 2 * self.q])
@@ -107,23 +109,23 @@ def assert_equal(got, want):
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])  # opcheck cannot compare float8
-def test_opcheck(torch_device, implementation, kv_dtype):
+def test_opcheck(torch_device, kv_dtype):
     p = problem(torch_device, kv_dtype=kv_dtype)
-    opcheck(ops.paged_decode.default, p.decode_arguments(implementation))
-    opcheck(ops.append_kv.default, p.append_arguments(implementation))
+    check_operator(ops.paged_decode.default, *p.decode_arguments)
+    check_operator(ops.append_kv.default, *p.append_arguments)
 
 
-def test_opcheck_with_a_tree(torch_device, implementation):
+def test_opcheck_with_a_tree(torch_device):
     p = problem(torch_device)
     ends = torch.tensor([[3, 2, 3]], dtype=torch.int32, device=torch_device).expand(5, 3)
-    opcheck(ops.paged_decode.default, p._replace(tree_ends=ends).decode_arguments(implementation))
+    check_operator(ops.paged_decode.default, *p._replace(tree_ends=ends).decode_arguments)
 
 
-def test_opcheck_with_slopes_of_a_latent_cache(torch_device, implementation):
+def test_opcheck_with_slopes_of_a_latent_cache(torch_device):
     p = problem(torch_device, kv_dtype="int8")._replace(v_new=None, v_pages=None)
     slopes = torch.rand(5, HEADS_Q, device=torch_device)
-    opcheck(ops.paged_decode.default, p._replace(slopes=slopes).decode_arguments(implementation))
-    opcheck(ops.append_kv.default, p.append_arguments(implementation))
+    check_operator(ops.paged_decode.default, *p._replace(slopes=slopes).decode_arguments)
+    check_operator(ops.append_kv.default, *p.append_arguments)
 
 
 def latent_step(p: Problem, slopes: Tensor) -> Tensor:
@@ -141,41 +143,46 @@ def test_compile_a_latent_cache(torch_device):
     assert_equal(p.k_pages, eager.k_pages)
 
 
-def test_opcheck_merge(torch_device, implementation):
-    outs, lses, _ = problem(torch_device, (3, 4), 2).merge_arguments(implementation)
-    opcheck(ops.merge_states_bwd.default, (torch.ones_like(outs[0]), None, outs, lses, None))
-    states = outs.requires_grad_(), lses.requires_grad_()
-    opcheck(ops.merge_states.default, (*states, implementation))
+def test_opcheck_merge(torch_device):
+    outs, lses, _ = problem(torch_device, (3, 4), 2).merge_arguments("")
+    check_operator(ops.merge_states_bwd.default, torch.ones_like(outs[0]), None, outs, lses)
+    check_operator(ops.merge_states.default, outs.requires_grad_(), lses.requires_grad_())
 
 
-def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
+def problem_of_a_tree(device: str, lengths: tuple[int, ...] = LENGTHS, tokens: int = 3) -> Problem:
+    ends = torch.full((len(lengths), tokens), 2, dtype=torch.int32, device=device)
+    return problem(device, lengths)._replace(tree_ends=ends)
+
+
+def decode_twice(p: Problem, tokens: bool) -> tuple[tuple[Tensor, ...], ...]:
     q, k_new, v_new = (x if tokens else x[:, 0] for x in (p.q, p.k_new, p.v_new))
     append_kv(k_new, v_new, *p.cache)
     near = paged_decode(q, *p.cache, window_size=(5, 0), return_lse=True)
-    shape = p.k_new.shape[:2] if tokens else (len(q), 1)
-    ends = torch.full(shape, 2, dtype=torch.int32, device=q.device)
-    options = {"sinks": p.sinks, "tree_ends": ends, "return_lse": True}
-    far = paged_decode(q, *p.cache, softcap=8.0, scale=0.3, **options)
-    outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
+    options = {"sinks": p.sinks, "tree_ends": p.tree_ends, "return_lse": True}
+    return near, paged_decode(q, *p.cache, softcap=8.0, scale=0.3, **options)
+
+
+def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
+    outs, lses = (torch.stack(parts) for parts in zip(*decode_twice(p, tokens), strict=True))
     return merge_states(outs, lses)
 
 
 @pytest.mark.parametrize(
-    ("backend", "dynamic", "tokens"),
+    ("step", "backend", "dynamic", "tokens"),
     [
-        ("aot_eager", False, True),
-        ("aot_eager", None, True),
-        ("aot_eager", True, False),
-        ("inductor", True, True),
+        (step, "aot_eager", False, True),
+        (step, "aot_eager", None, True),
+        (step, "aot_eager", True, False),
+        (decode_twice, "inductor", True, True),  # for `stack` it would start a compiler of C++
     ],
 )
-def test_compile(torch_device, backend, dynamic, tokens):
+def test_compile(torch_device, step, backend, dynamic, tokens):
     torch._dynamo.reset()
     traces = CompileCounterWithBackend(backend)
     compiled = torch.compile(step, fullgraph=True, backend=traces, dynamic=dynamic)
     # Where sizes are not dynamic yet, other lengths need no other trace.
     for lengths in (LENGTHS, (12, 7, 5, 1, 0) if dynamic is None else (3, 7, 9, 1, 0, 12)):
-        p = problem(torch_device, lengths)
+        p = problem_of_a_tree(torch_device, lengths, 3 if tokens else 1)
         eager = clone(p)
         assert_equal(compiled(p, tokens), step(eager, tokens))
         assert_equal((p.k_pages, p.v_pages), (eager.k_pages, eager.v_pages))
@@ -374,7 +381,7 @@ def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation,
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_replay_a_cuda_graph_with_other_lengths():
-    p = problem("cuda")
+    p = problem_of_a_tree("cuda")
     start = clone(p)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

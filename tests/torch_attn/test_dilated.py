@@ -21,7 +21,7 @@ def loss(q, k, v, pairs):
     return out.square().sum() + lse.clamp(-9).sum()
 
 
-@pytest.mark.parametrize("pairs", PAIRS[:2], ids=str)
+@pytest.mark.parametrize("pairs", PAIRS[1::2], ids=str)
 def test_compile(operands, pairs):
     """With other pairs too, whose numbers torch might take as variables."""
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")

@@ -4,11 +4,11 @@ import pytest
 import torch
 import triton.language as tl
 from torch.func import grad, vmap
-from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn.flops  # noqa: F401 - tells torch what the operators count
 from tests.features import CASES, MAPPED, PACKED, SIZES, operands_of
+from tests.torch_attn.operators import check_operator
 from torch_attn import flash_attention, flash_attention_varlen
 from torch_attn.flash_ops import DENSE
 from torch_attn.flash_ops import PACKED as PACKED_OPS
@@ -30,29 +30,28 @@ def attend(case, operands, **options):
     return flash_attention(**operands, **case.options | options)
 
 
-@by_both
 @pytest.mark.parametrize("name", [*CASES, "row_max"])
-def test_opcheck(torch_device, name, implementation):
+def test_opcheck(torch_device, name):
     case = CASES.get(name, ROW_MAX)
-    operands, options = operands_of(case, torch_device), (*options_of(case), implementation)
+    operands, options = operands_of(case, torch_device), options_of(case)
     given = FlashOperands(
         **operands | {x: operands[x].clone().requires_grad_() for x in ("q", "k", "v")}
     )
     has_terms = bool(case.spec.terms) or case.dropout_rate > 0
     forward = DENSE.forwards[has_terms, case.row_max].op
-    opcheck(forward, (*given, *options))
+    check_operator(forward, *given, *options)
     if case.row_max:
         return
     detached = FlashOperands(**operands)
-    out, lse, *rest = forward(*detached, *options)
+    out, lse, *rest = forward(*detached, *options, "reference")
     gradients = out, torch.ones_like(lse)
     saved = out, lse, rest[0] if rest else None
     frozen = "relative_bias" if name == "terms" else ""
-    opcheck(DENSE.bwd, (*gradients, *detached, *saved, frozen, *options))
+    check_operator(DENSE.bwd, *gradients, *detached, *saved, frozen, *options)
     if name == "terms":
         message = r"operator: expected .*flash_terms_fwd, got .*flash_fwd"
         with pytest.raises(ValueError, match=message):
-            DENSE.fwd(*detached, *options)
+            DENSE.fwd(*detached, *options, "reference")
 
 
 @pytest.mark.parametrize("name", PACKED)
@@ -60,7 +59,7 @@ def test_opcheck_of_packed_sequences(torch_device, name):
     case = PACKED[name]
     given = VarlenOperands(**operands_of(case, torch_device))
     forward = PACKED_OPS.forwards[bool(case.spec.terms), case.row_max].op
-    opcheck(forward, (*given, *options_of(case), "triton"))
+    check_operator(forward, *given, *options_of(case))
 
 
 @by_both

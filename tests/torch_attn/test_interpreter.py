@@ -5,8 +5,6 @@ an update of Triton, compare ``triton/runtime/interpreter.py`` with the list in 
 docstring: adapt what moved, and delete a repair that Triton no longer needs.
 """
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -16,6 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from tests import fresh
 from torch_attn.interpreter import interpreted
 
 
@@ -152,7 +151,7 @@ flash_attention(q, q, q, implementation="triton")
 from triton.experimental.gluon import language as gl
 assert "_semantic" in inspect.signature(gl.program_id).parameters
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    fresh.run(exec, script, {})
 
 
 def test_tritons_own_switch_is_refused():

@@ -1,7 +1,5 @@
 """First calls do at once what they wait for, and survive what goes wrong meanwhile."""
 
-import subprocess
-import sys
 from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import fresh
 from torch_attn import calls, flash_ops, overlap
 from torch_attn.flash_ops import DENSE
 from torch_attn.targets import described, shared_memory
@@ -175,4 +174,4 @@ def test_a_first_call_does_not_import_dynamo():
         "assert found.steps\n"
         "assert 'torch._dynamo' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    fresh.run(exec, program, {})

@@ -7,6 +7,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.torch_attn.operators import check_operator
 from torch_attn import paged_attention
 from torch_attn.interpreter import interpreted
 from torch_attn.kernels.explicit import sequences as scalars
@@ -94,8 +95,8 @@ def test_opcheck():
     q, *others = operands()
     ends = torch.full((len(q),), 2, dtype=torch.int32)
     for tree_ends, left in ((None, 5), (ends, None)):
-        options = tree_ends, None, None, None, left, None, 2, False, None, False, "triton"
-        torch.library.opcheck(op, (q, *others, torch.randn(4), None, None, *options))
+        options = tree_ends, None, None, None, left, None, 2, False, None, False
+        check_operator(op, q, *others, torch.randn(4), None, None, *options)
 
 
 def test_compile_with_other_offsets_is_one_graph():

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sides import poisoned_memory
+from tests.torch_attn.operators import check_operator
 from torch_attn import check_offsets, flash_attention, flash_attention_varlen
 from torch_attn.adapters.flash_attn import flash_attn_varlen_func
 from torch_attn.interpreter import interpreted
@@ -179,20 +180,20 @@ def operands(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     return q, k, v, cu, cu
 
 
-@pytest.mark.parametrize("implementation", ["reference", "triton"])
-def test_opcheck(implementation):
+def test_opcheck():
+    ops = torch.ops.twin_attention
     q, k, v, cu, _ = operands()
     sinks = draw(HEADS).requires_grad_()
     qkv = [x.requires_grad_() for x in (q, k, v)]
-    options = (None, None, 0, None, True, "ieee", False, 0.0, False, implementation)
+    options = (None, None, 0, None, True, "ieee", False, 0.0, False)
     no_tree_nor_terms = (None,) * 7
     for sink in (None, sinks):
         arguments = (*qkv, cu, cu, sink, *no_tree_nor_terms, *options)
-        torch.library.opcheck(torch.ops.twin_attention.flash_varlen_fwd.default, arguments)
-    out, lse = (x.detach() for x in torch.ops.twin_attention.flash_varlen_fwd(*arguments))
+        check_operator(ops.flash_varlen_fwd.default, *arguments)
+    out, lse = (x.detach() for x in ops.flash_varlen_fwd(*arguments, "reference"))
     given = (*(x.detach() for x in qkv), cu, cu, sinks.detach(), *no_tree_nor_terms)
     arguments = (out, lse, *given, out, lse, None, "sinks", *options)
-    torch.library.opcheck(torch.ops.twin_attention.flash_varlen_bwd.default, arguments)
+    check_operator(ops.flash_varlen_bwd.default, *arguments)
 
 
 def test_compile_with_other_offsets_is_one_graph():

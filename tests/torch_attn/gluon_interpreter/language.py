@@ -344,9 +344,7 @@ def _meet(index: int, threads: int, waits: bool) -> None:
     barrier = program.named[index]
     phase = barrier.phase
     if met := barrier.arrive(now.partition, threads, waits):
-        for buffer in program.memory:
-            for bits in (buffer.unfenced, buffer.known):
-                add_bits(bits, *met)
+        add_bits(program.bits, *met)
     if waits:
         program.pause(lambda: barrier.phase > phase, barrier)
     else:
@@ -357,9 +355,8 @@ def _meet(index: int, threads: int, waits: bool) -> None:
 def allocate_shared_memory(dtype: Any, shape: Any, _layout: Any, value: Any = None) -> Shared:
     dtype, shape = torch_dtype(dtype), tuple(shape)
     poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-    of_bytes = torch.zeros((2, *shape, dtype.itemsize), dtype=torch.uint8)
-    shared = Shared(torch.full(shape, poison, dtype=dtype), *of_bytes)
-    now.program.memory.append(shared)
+    values = torch.full(shape, poison, dtype=dtype)
+    shared = Shared(values, now.program.allocate(values.nbytes).view(2, *shape, dtype.itemsize))
     if value is not None:
         shared.store(value)
     return shared
@@ -370,8 +367,7 @@ def warp_specialize(parts: Any, worker_warps: Any, _worker_registers: Any = None
     program = now.program
     warps = (program.num_warps, *worker_warps)
     functions = [lambda f=f, args=args: f(*args) for f, args in parts]
-    for buffer in program.memory:
-        buffer.known.zero_()
+    program.bits[1].zero_()
     program.run(list(zip(functions, warps, strict=True)))
 
 
@@ -419,8 +415,8 @@ def _check_product(a: Any, b: Any, acc: Tensor) -> None:
 @_fake(of=(hopper,))
 def fence_async_shared(cluster: bool = False) -> None:
     own = now.partition.bit
-    for buffer in now.program.memory:
-        buffer.unfenced.mul_((buffer.unfenced & own).eq_(0))
+    unfenced, _ = now.program.bits
+    unfenced.mul_((unfenced & own).eq_(0))
     pause()
 
 
@@ -454,8 +450,7 @@ def _wait(barrier: Shared, phase: int, pred: bool = True, deps: Any = ()) -> Non
     if pred:
         found = now.program.barrier(barrier)
         now.program.pause(lambda: found.phase & 1 != phase & 1, found)
-        for buffer in now.program.memory:
-            add_bits(buffer.known, found.met, now.partition.bit)
+        add_bits(now.program.bits[1], found.met, now.partition.bit)
 
 
 @_fake("async_load", "async_copy_global_to_shared", of=(hopper.tma,))

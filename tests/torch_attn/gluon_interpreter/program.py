@@ -9,10 +9,13 @@ from itertools import chain
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 if TYPE_CHECKING:
     from tests.torch_attn.gluon_interpreter.values import Shared
 
 NAMED_BARRIERS = 16  # of a program
+MEMORY = 2**20  # bytes of all buffers that a program allocates, more than it has at a time
 RESTLESSNESS = 0.02  # how often a partition gets another priority, where they are at random
 
 
@@ -131,7 +134,8 @@ class Program:
         self.barriers: dict[int, Barrier] = {}
         self.named = [NamedBarrier() for _ in range(NAMED_BARRIERS)]
         self.loads: list[Work] = []
-        self.memory: list[Shared] = []
+        self.memory = torch.zeros(2, MEMORY, dtype=torch.uint8)
+        self.bits = self.memory[:, :0]  # of all buffers
         self.partitions: list[Partition] = []
         self.error: BaseException | None = None
         self.finished = threading.Event()
@@ -208,7 +212,8 @@ class Program:
         running = [x for x in self.partitions if not x.done]
         if not running:
             return None
-        self._progress()
+        if None in self.mode:
+            self._progress()
         while True:
             ready = [x for x in running if x.ready()]
             if ready:
@@ -284,6 +289,12 @@ class Program:
             work.finish()
             work.retired = True
         self.pause()
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Return the bits of `Shared` for as many bytes."""
+        begin = self.bits.shape[1]
+        self.bits = self.memory[:, : begin + size]
+        return self.bits[:, begin:]
 
     def barrier(self, place: Shared) -> Barrier:
         found = self.barriers.get(place.values.data_ptr())

@@ -34,7 +34,7 @@ class Source:
         if id(x) in FAKES:
             return FAKES[id(x)]
         if isinstance(x, ConstexprFunction):
-            return x
+            return x.fn
         if isinstance(x, JITFunction):
             return lambda *args, **options: self.function(x.fn)(*args, **options)
         if isinstance(x, ModuleType):

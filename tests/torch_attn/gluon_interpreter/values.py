@@ -208,16 +208,19 @@ def add_bits(bytes: torch.Tensor, having: int, more: int) -> None:
 class Shared:
     """A buffer in shared memory, or a view of one.
 
-    `unfenced` has a set of bits for each byte: the partitions of which one has yet to fence what is
-    written there. They are the byte's writers and those that have met them at a named barrier
-    since. Writing a byte's own value is no change: several may clear the same rows.
+    `bits` has two sets of partitions for each byte. `unfenced` are those of which one has yet to
+    fence what is written there: the byte's writers and those that have met them at a named barrier
+    since. Writing an element's own value is no change: several may clear the same rows.
 
-    `known` has the partitions that may write there: the last writers and those that have met them
-    since at any barrier. It is 0 where all may, because TMA wrote there.
+    `known` may write there: the last writers and those that have met them since at any barrier. It
+    is 0 where all may, because TMA wrote there.
     """
 
-    def __init__(self, values: torch.Tensor, unfenced: torch.Tensor, known: torch.Tensor) -> None:
-        self.values, self.unfenced, self.known = values, unfenced, known
+    def __init__(self, values: torch.Tensor, bits: torch.Tensor) -> None:
+        self.values, self.bits = values, bits
+
+    unfenced = property(lambda self: self.bits[0])
+    known = property(lambda self: self.bits[1])
 
     @property
     def shape(self) -> list[int]:
@@ -230,27 +233,23 @@ class Shared:
     def index(self, i: int) -> Shared:
         if not 0 <= i < len(self.values):
             raise InterpreterError(f"index {i} of {len(self.values)} buffers")
-        return Shared(self.values[i], self.unfenced[i], self.known[i])
+        return Shared(self.values[i], self.bits[:, i])
 
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
-        parts = (self.values, self.unfenced, self.known)
-        return Shared(*(x.narrow(dim, start, length) for x in parts))
+        bits = self.bits.narrow(dim + 1, start, length)
+        return Shared(self.values.narrow(dim, start, length), bits)
 
     def permute(self, order: Iterable[int]) -> Shared:
-        order = tuple(order)
-        of_bytes = (x.permute(*order, len(order)) for x in (self.unfenced, self.known))
-        return Shared(self.values.permute(order), *of_bytes)
+        bits = self.bits.permute(0, *(x + 1 for x in order), -1)
+        return Shared(self.values.permute(*order), bits)
 
     def reshape(self, shape: Iterable[int]) -> Shared:
-        shape = tuple(shape)
-        of_bytes = (x.view(*shape, -1) for x in (self.unfenced, self.known))
-        return Shared(self.values.view(shape), *of_bytes)
+        return Shared(self.values.view(*shape), self.bits.view(2, *shape, -1))
 
     def reinterpret(self, dtype: Any, shape: Iterable[int], _layout: Any) -> Shared:
         dtype, shape = torch_dtype(dtype), tuple(shape)
         values = self.values.view(-1).view(dtype).view(shape)
-        of_bytes = (x.view(*shape, dtype.itemsize) for x in (self.unfenced, self.known))
-        return Shared(values, *of_bytes)
+        return Shared(values, self.bits.view(2, *shape, dtype.itemsize))
 
     def load(self, layout: Any = None) -> Tensor:
         pause()
@@ -261,15 +260,14 @@ class Shared:
             raise InterpreterError(f"{value.shape} {value.dtype} into {self.shape} {self.dtype}")
         pause()
         old, new = self.values, value.values
-        is_same = ((old == new) | ((old != old) & (new != new))).unsqueeze(-1)
-        self.values.copy_(value.values)
-        own = now.partition.bit
-        if (~is_same & (self.known > 0) & (self.known & own == 0)).any():
+        changes = (old != new) & ((old == old) | (new == new))
+        self.values.copy_(new)
+        own, bits, known = now.partition.bit, self.bits, self.known
+        changes = changes.byte().unsqueeze(-1).expand(known.shape).contiguous()
+        if (known & own).eq_(0).mul_(known).mul_(changes).any():
             message = "shared memory is overwritten by a partition that has not met its writer"
             raise InterpreterError(message)
-        for bits in (self.unfenced, self.known):
-            shared = torch.where(bits > 0, bits | own, 0)
-            bits.copy_(torch.where(is_same, shared, own))
+        bits.mul_(1 - changes).bitwise_or_((bits | changes).ne_(0).mul_(own))
 
     def check_fence(self) -> None:
         """Raise an error if a product or TMA would read what is not fenced."""
