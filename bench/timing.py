@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-import jax
 import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -74,6 +73,8 @@ class Kernel(NamedTuple):
 
 def wait_for(result: Any) -> None:
     """Block until both frameworks are done, so that an error shows up at its call."""
+    import jax  # which the ranks of a group do not need
+
     jax.block_until_ready(result)
     torch.cuda.synchronize()
 
@@ -198,6 +199,8 @@ def _host_turn(call: Run, wait: Wait, repeats: int) -> float:
 
 
 def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
+    import jax
+
     result = call()
     queued = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(result))
     wait(result)

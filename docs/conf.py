@@ -7,6 +7,7 @@ a site shows; `docs/index.md` has its chapters.
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 import sys
@@ -18,6 +19,7 @@ from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+gc.disable()  # it would walk through the nodes of all pages again and again
 
 from twin_attention import __version__ as release  # noqa: E402
 

@@ -27,20 +27,17 @@ def test_what_is_an_error(path, reason, jax, is_error):
 
 
 @pytest.mark.parametrize("is_error", [False, True])
-def test_a_run_lists_files_and_fails(pytester, is_error):
+def test_a_run_lists_files_and_fails(pytester, monkeypatch, is_error):
+    monkeypatch.setattr("tests.skipped.should_run", lambda *_: is_error)
     pytester.makeconftest(
-        f"""
-        import tests.skipped
-        from tests.skipped import pytest_sessionfinish, pytest_terminal_summary
-        tests.skipped.should_run = lambda *_: {is_error}
-        """
+        "from tests.skipped import pytest_sessionfinish, pytest_terminal_summary\n"
     )
     pytester.makepyfile(
         test_whole="import pytest\npytest.skip('too old', allow_module_level=True)\n"
         "def test_a(): pass\ndef test_b(): pass",
         test_other="def test_c(): pass",
     )
-    run = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    run = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     error = "ERROR, these versions should run it: " if is_error else ""
     run.stdout.fnmatch_lines([f"test_whole.py: 2, {error}too old"])
     assert run.ret == int(is_error)

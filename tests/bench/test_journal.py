@@ -51,9 +51,12 @@ def test_a_broken_context_ends_the_process(monkeypatch, capsys):
     assert "illegal memory access" in capsys.readouterr().err
 
 
+# torch is a fake, since each process would spend most of its time importing it.
 SUITE = """
     import io, os, signal, sys
     from pathlib import Path
+    from unittest.mock import MagicMock
+    sys.modules |= dict.fromkeys(("torch", "torch.profiler"), MagicMock())
     from rich.console import Console
     from bench.job import Call, Entry
     from bench.journal import VARIABLE, Journal

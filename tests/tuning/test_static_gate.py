@@ -114,22 +114,16 @@ def test_mosaic_kernels_are_fit_for_sm80(shared_memory):
     assert_fit(verdicts, {*FAMILY_KERNELS["paged"]})
 
 
-def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
+def test_explicit_kernels_fit_smaller_cards():
+    """Another row is used where the first takes too much: dk and dv at both head dimensions."""
     limit, found = SHARED_MEMORY_OF_SMALLER_CARDS, {}
     for head_dim in (64, 256):
         spec = Problem("torch", "sm80", "bfloat16", head_dim, "causal", "gluon").spec
         with only_shared_memory():
             compiled = compiler("torch")(spec, "sm80", lambda kernel: limit, family="gluon")
         found |= {(kernel, head_dim): binary.metadata.shared for kernel, _, binary in compiled}
-    return found
-
-
-def test_explicit_kernels_fit_smaller_cards():
-    """Another row is used where the first takes too much: dk and dv at both head dimensions."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # see `only_shared_memory`
-        found = pool.submit(shared_memory_on_smaller_cards).result()
     assert found.keys() == {*product({*FAMILY_KERNELS["sm80"]} - LISTS, (64, 256))}
-    assert max(found.values()) <= SHARED_MEMORY_OF_SMALLER_CARDS
+    assert max(found.values()) <= limit
 
 
 def test_gate_judges_a_changed_configuration(monkeypatch):

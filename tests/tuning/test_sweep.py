@@ -1,12 +1,11 @@
 """No valid problem is refused for want of shared memory."""
 
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
-from multiprocessing import get_context
 
 import pytest
 
+from tuning.static import pallas_aot
 from tuning.static.gate import FRAMEWORKS, Problem, compiler, problems, shared_memory_limit
 from tuning.static.shared_memory import only_shared_memory
 from tuning.static.sweep import FEATURES, lengths_of, misfits_of
@@ -19,58 +18,45 @@ from twin_attention.targets.target import SHARED_MEMORY_OF_SMALLER_CARDS, TARGET
 ROW = Problem("jax", "sm90", "bfloat16", 256, "causal")
 
 
-@pytest.fixture(scope="module")
-def in_a_process():
-    """Run in another process, where kernels have no code; the tests share it."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
-
-
-def shared_memory(framework, spec, target):
-    with only_shared_memory():
-        compiled = compiler(framework)(spec, target)
-    return {kernel: binary.metadata.shared for kernel, _, binary in compiled}
-
-
 @pytest.mark.parametrize(
     ("framework", "target", "feature"), [("jax", "sm80", "decode"), ("torch", "sm90", "causal")]
 )
-def test_shared_memory_is_that_of_the_finished_kernels(in_a_process, framework, target, feature):
+def test_shared_memory_is_that_of_the_finished_kernels(framework, target, feature):
+    """And what has no code is not taken for a finished kernel."""
     spec = Problem(framework, target, "bfloat16", 64, feature).spec
+    with only_shared_memory():
+        without_code = compiler(framework)(spec, target)
     finished = compiler(framework)(spec, target)
-    expected = {kernel: binary.metadata.shared for kernel, _, binary in finished}
-    assert in_a_process(shared_memory, framework, spec, target) == expected
+    assert all(binary.asm["cubin"] for _, _, binary in finished)
+    found, expected = (
+        {kernel: binary.metadata.shared for kernel, _, binary in kernels}
+        for kernels in (without_code, finished)
+    )
+    assert found == expected
     assert max(expected.values()) > 0
 
 
-def stages_that_fit(specs, limit):
-    with only_shared_memory():
-        compiled = [compiler("jax")(spec, "sm90", lambda kernel: limit) for spec in specs]
-    return [
-        config.num_stages
-        for kernels in compiled
-        for kernel, config, _ in kernels
-        if kernel == "flash_fwd"
-    ]
-
-
 @pytest.mark.parametrize(("limit", "stages"), [(227 * 1024, 2), (160 * 1024, 1)])
-def test_a_pipeline_has_the_stages_that_fit(in_a_process, limit, stages):
+def test_a_pipeline_has_the_stages_that_fit(monkeypatch, limit, stages):
     """Lengths are static: the short problem's loops of a step or two may become plain code."""
     short = FlashCase("", 1, 113, 203, 2, 2, 192, dtype="float16", causal=True).spec
     long = replace(short, seq_q=1024, seq_kv=1024)
-    assert in_a_process(stages_that_fit, [short, long], limit) == [stages] * 2
-
-
-def misfits_of_one(row, number):
-    spec = lengths_of(row, (Window(right=0),))[number]
+    monkeypatch.setattr(
+        pallas_aot,
+        "run_kernels",
+        lambda spec, backend, x, **_: backend.family.function("flash_fwd")(x, spec, backend),
+    )
     with only_shared_memory():
-        return list(misfits_of(row, spec))
+        compiled = [compiler("jax")(spec, "sm90", lambda kernel: limit) for spec in (short, long)]
+    found = [(kernel, config.num_stages) for kernels in compiled for kernel, config, _ in kernels]
+    assert found == [("flash_fwd", stages)] * 2
 
 
 @pytest.mark.parametrize(("target", "number"), [*zip(TARGETS, (0, 1), strict=True)])
-def test_no_short_problem_is_refused(in_a_process, target, number):
-    misfits = in_a_process(misfits_of_one, replace(ROW, target=target), number)
+def test_no_short_problem_is_refused(target, number):
+    row = replace(ROW, target=target)
+    with only_shared_memory():
+        misfits = list(misfits_of(row, lengths_of(row, (Window(right=0),))[number]))
     assert not [misfit for misfit in misfits if misfit.refused]
 
 
@@ -93,15 +79,15 @@ def tiles_of(problem):
 
 
 @pytest.mark.parametrize(("framework", "row"), zip(("torch", "jax", "torch"), LARGE, strict=True))
-def test_a_card_with_99_kib_refuses_no_backward(in_a_process, framework, row):
+def test_a_card_with_99_kib_refuses_no_backward(framework, row):
     own = Problem(framework, "sm80", *row)
     smaller = replace(own, shared_memory=SHARED_MEMORY_OF_SMALLER_CARDS)
-    tiles, tiles_of_smaller = (in_a_process(tiles_of, problem) for problem in (own, smaller))
+    tiles, tiles_of_smaller = map(tiles_of, (own, smaller))
     if row[:2] == ("bfloat16", 256):
         assert tiles["flash_bwd_dkdv"] == "64×32"
         assert tiles_of_smaller["flash_bwd_dkdv"] == "32×32"
     if row == LARGE[0]:  # what one card takes is no other's
-        assert in_a_process(tiles_of, own) == tiles
+        assert tiles_of(own) == tiles
 
 
 def test_the_sweep_has_every_row_and_lengths_of_every_kind():

@@ -18,10 +18,7 @@ from triton.backends.nvidia.compiler import get_ptx_version_from_options
 
 @contextmanager
 def only_shared_memory() -> Iterator[None]:
-    """Let kernels compiled in the block have ``metadata.shared`` and no code.
-
-    Triton caches them by the keys of real ones: use a separate process.
-    """
+    """Let kernels compiled in the block have ``metadata.shared`` and no code."""
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder
         hook: Any = _stop_at_shared_memory  # Triton's type for it has too few arguments

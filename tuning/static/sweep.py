@@ -60,7 +60,7 @@ def lengths_of(
 
 
 def sweep(row: Problem, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:
-    """Compile a row's problems, in a separate process; return their number, and what misfits."""
+    """Compile a row's problems; return their number, and what misfits."""
     specs = lengths_of(row, windows)
     with only_shared_memory():
         return len(specs), [misfit for spec in specs for misfit in misfits_of(row, spec)]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -60,10 +61,11 @@ class _Driver:
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", int(self.device.removeprefix("sm")), 32)
 
-    def get_current_device(self) -> str:
-        return self.device  # a key of the kernels' caches, which never is a real device's
+    def get_current_device(self) -> tuple[str, Any]:
+        """Return a key of the kernels' caches: no real device's, and another with other stages."""
+        return self.device, knobs.runtime.add_stages_inspection_hook
 
-    def get_current_stream(self, device: str) -> int:
+    def get_current_stream(self, device: tuple[str, Any]) -> int:
         return 0
 
 

@@ -54,13 +54,12 @@ def ratios(records: Sequence[Record]) -> Figure:
 
 
 def heat_map(axes: Axes, values: np.ndarray) -> None:
-    norm = LogNorm(0.4, 2.5)
-    axes.pcolormesh(
-        np.ma.masked_invalid(values), norm=norm, cmap=_COLOURS, edgecolors="face", linewidth=0.3
-    )
+    norm, cells = LogNorm(0.4, 2.5), np.ma.masked_invalid(values)
+    axes.pcolormesh(cells, norm=norm, cmap=_COLOURS, edgecolors="face", linewidth=0.3)
+    lights = _luminances(_COLOURS(norm(cells)))
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
-            colour = _DARK if _luminance(_COLOURS(norm(value))) > _MIDDLE else _LIGHT
+            colour = _DARK if lights[y, x] > _MIDDLE else _LIGHT
             text = axes.text(x + 0.5, y + 0.5, _digits(value), ha="center", va="center",
                              fontsize=7.5, color=colour)  # fmt: skip
             text.set_in_layout(False)  # it is inside its cell; measuring all of them takes long
@@ -68,11 +67,11 @@ def heat_map(axes: Axes, values: np.ndarray) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _luminance(colour: Sequence[float]) -> float:
-    """Return the relative luminance of a colour (WCAG 2.2)."""
-    channels = np.array(colour[:3])
+def _luminances(colours: np.ndarray) -> np.ndarray:
+    """Return the relative luminance of each colour (WCAG 2.2)."""
+    channels = colours[..., :3]
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
+    return linear @ [0.2126, 0.7152, 0.0722]
 
 
 def _digits(value: float) -> str:
