@@ -67,7 +67,7 @@ lint: ## ruff: style and format
 
 types: ## pyright
 	$(SETUP) dev
-	$(PY) -m pyright --threads 2
+	$(PY) -m pyright
 
 imports: ## import-linter: who may import whom
 	$(SETUP) dev

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import torch
-import transformers
 
 from bench.training.case import TrainingCase
 from bench.training.job import Show
@@ -15,6 +15,7 @@ from bench.training.steps import fields
 from bench.training.torch_training import LEARNING_RATE, clock
 from torch_attn.adapters.transformers import register
 
+transformers = import_module("transformers")  # by a name: a type checker would read every model
 PROMPT, NEW_TOKENS = 512, {"cuda": 64, "cpu": 3}
 _STEPS = {"step": (10, 3), "generate": (3, 1)}  # how many, and how many warm up
 

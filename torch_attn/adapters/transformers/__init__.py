@@ -8,7 +8,8 @@ with.
 from __future__ import annotations
 
 try:
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
