@@ -4,6 +4,8 @@ import os
 # memory, and cuBLAS is deterministic only with a workspace of fixed size.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Nobody reads where an operation of a lowered program was written.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # pytest-xdist starts a worker for each core, so more threads only get in their way.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
