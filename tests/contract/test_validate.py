@@ -7,7 +7,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
+from twin_attention.contract.operands import (
+    AppendOperands,
+    DecodeOperands,
+    FlashOperands,
+    PagedOperands,
+)
 from twin_attention.contract.paged_spec import AppendSpec, PagedCache
 from twin_attention.contract.spec import MergeSpec, Window
 from twin_attention.contract.validate.attention import check_flash_attention
@@ -19,7 +24,11 @@ from twin_attention.contract.validate.options import (
     check_decode_options,
     check_flash_options,
 )
-from twin_attention.contract.validate.paged import check_append_kv, check_paged_decode
+from twin_attention.contract.validate.paged import (
+    check_append_kv,
+    check_paged_attention,
+    check_paged_decode,
+)
 
 GOOD = {
     "q": Operand("q", (2, 5, 4, 32), "bfloat16", "cpu"),
@@ -179,6 +188,12 @@ DECODE = {
     "k_scale": Operand("k_scale", (), "float32", "cpu"),
     "v_scale": Operand("v_scale", (2,), "float32", "cpu"),
 }
+PAGED = DECODE | {
+    "q": Operand("q", (6, 4, 32), "float16", "cpu"),
+    "cu_seqlens_q": Operand("cu_seqlens_q", (3,), "int32", "cpu"),
+    "tree_ends": Operand("tree_ends", (6,), "int32", "cpu"),
+    "q_ranges": Operand("q_ranges", (6, 1, 2), "int32", "cpu"),
+}
 APPEND = {
     "k_new": Operand("k_new", (2, 3, 2, 32), "float16", "cpu"),
     "v_new": Operand("v_new", (2, 3, 2, 48), "float16", "cpu"),
@@ -206,6 +221,11 @@ def check_decode(operands=DECODE, **options):
     return check_paged_decode(
         DecodeOperands(**operands), check_decode_options(**NO_DECODE_OPTIONS | options)
     )
+
+
+def check_paged(operands):
+    options = check_decode_options(**NO_DECODE_OPTIONS)
+    return check_paged_attention(PagedOperands(**operands), options)
 
 
 def test_a_right_decode_is_described_with_its_defaults_resolved():
@@ -261,6 +281,7 @@ OF_DECODING = [
     (check, operands, name)
     for check, operands in (
         (check_decode, DECODE),
+        (check_paged, PAGED),
         (lambda operands: check_append_kv(AppendOperands(**operands), False), APPEND_ALL),
         (lambda operands: check_merge_states(**operands), MERGE),
     )
