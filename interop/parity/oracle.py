@@ -162,12 +162,16 @@ def _errors(inputs: Tensors, part: Part, ref: Tensors, lp: Tensors) -> Tensors:
         of_rows = delta.mT[..., None].square().sum_to_size(shape).sqrt()
         found["dbias"] = of_rows.hypot(_rms(lp["dbias"].double() - ref["dbias"], -1))
     if "drelative_bias" in ref:
-        found["drelative_bias"] = _errors_of_table(inputs, spec)
+        found["drelative_bias"] = _errors_of_table(inputs, spec, delta)
     return found
 
 
-def _errors_of_table(inputs: Tensors, spec: AttentionSpec) -> torch.Tensor:
-    """Return the expected errors of a table's gradient; its ends' errors are a wider table's."""
+def _errors_of_table(inputs: Tensors, spec: AttentionSpec, delta: torch.Tensor) -> torch.Tensor:
+    """Return the expected errors of a table's gradient; its ends' errors are a wider table's.
+
+    The one number of a table may sum rows of a single distance, with nothing wider: it has at least
+    the errors of their delta.
+    """
     table = inputs["relative_bias"]
     first, last = (x.expand(-1, WIDER) for x in (table[:, :1], table[:, -1:]))
     wide = inputs | {"relative_bias": torch.cat([first, table, last], 1)}
@@ -177,7 +181,7 @@ def _errors_of_table(inputs: Tensors, spec: AttentionSpec) -> torch.Tensor:
     )
     errors = (lp - ref).square()
     if table.shape[1] == 1:
-        return errors.sum(1, keepdim=True).sqrt()
+        return (errors.sum(1) + delta.square().sum((0, 1))).sqrt()[:, None]
     first, near, last = errors.tensor_split((WIDER + 1, errors.shape[1] - WIDER - 1), 1)
     near = torch.full_like(near, float(_rms(near.sqrt())) ** 2)
     return torch.cat([first.sum(1, keepdim=True), near, last.sum(1, keepdim=True)], 1).sqrt()

@@ -8,6 +8,7 @@ import torch
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.reference.attention import attention_backward, attention_forward
 from twin_attention.contract.reference.paged import paged_forward
+from twin_attention.contract.tolerances import rounded_delta
 from twin_attention.interop.parity import oracle
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
@@ -198,3 +199,11 @@ def test_dropout_leaves_the_rounding_of_out_in_delta(torch_device):
         (expected,) = expectations(inputs, parts_of(one.spec))
         error = (expected.lp["dq"].double() - expected.ref["dq"]).abs().max()
         assert least <= error <= 40 * least + 1e-6
+
+
+def test_a_table_of_one_number_has_the_errors_of_delta(torch_device):
+    case = FlashCase("", 1, 20, 20, 9, 1, 16, window_size=(0, 0), relative=0, sinks=True)
+    inputs = make_inputs(case, torch_device)
+    (expected,) = expectations(inputs, parts_of(case.spec))
+    delta = rounded_delta(expected.ref["out"], inputs["dout"].double(), case.dtype)
+    assert (expected.errors["drelative_bias"][:, 0] >= delta.square().sum((0, 1)).sqrt()).all()
