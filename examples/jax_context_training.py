@@ -40,7 +40,7 @@ def train(
         positions: [T] within their documents, for the rotary embedding.
         attend: takes q, k and v of these tokens, [1, T, heads, head_dim].
     """
-    structure, weights = nnx.split(Transformer(make_config("tiny", num_layers=1), rngs=nnx.Rngs(0)))
+    structure, weights = nnx.split(Transformer(make_config("tiny"), rngs=nnx.Rngs(0)))
     weights = jax.tree.map(lambda x: x * (GAIN if x.ndim == 2 else 1), weights)
 
     def mean_loss(weights: nnx.State) -> jax.Array:
