@@ -58,6 +58,7 @@ def sdpa(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool = False) 
 def ffpa_attn(case: FlashCase, tensors: Tensors) -> Attend:
     if case.head_dim < 320:
         raise Absent("its kernels are for head dimensions from 320 on")
+    load("ffpa_attn.cute")  # whose absence ffpa_attn itself does not say
     return partial(
         load("ffpa_attn").ffpa_attn_func, is_causal=case.causal, scale=case.spec.scale,
         enable_gqa=case.heads_q != case.heads_kv, backend="cutedsl",
