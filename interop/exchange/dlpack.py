@@ -16,27 +16,10 @@ from twin_attention.contract.validate.errors import fail
 from twin_attention.interop.exchange.lifetime import release_after_jax, release_after_torch
 
 DTYPES = {
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-}
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float16", "bfloat16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
 
 # Without jax_enable_x64 JAX halves their width.
 WIDE_DTYPES = {"int64", "uint64", "float64", "complex128"}
