@@ -145,7 +145,9 @@ FLASH: Mapping[str, Callable[..., Call]] = _flash(
     "eager", "FA2", "FA3", "FA4", "cuDNN", "FlexAttention", "jax.nn XLA", "jax.nn cuDNN",
     "jax FA3", "jax Pallas mha", "tokamax Mosaic", "tokamax Triton",
 )  # fmt: skip
-WIDE: Mapping[str, Callable[..., Call]] = _flash("FlexAttention", "efficient", "ffpa-attn")
+WIDE: Mapping[str, Callable[..., Call]] = _flash(
+    "FlexAttention", "efficient", "ffpa-attn", "cuDNN frontend"
+)
 PACKED: Mapping[str, Callable[..., Call]] = {
     **_flash("FA2 varlen", "FA3 varlen", "FA4 varlen", "jax FA3 varlen"),
     "FlexAttention": partial(attention, "FlexAttention packed"),
@@ -162,6 +164,8 @@ TREE: Mapping[str, Callable[..., Call]] = {
     "FlexAttention, mask made uncompiled": partial(
         FLASH["FlexAttention"], makes_mask=True, compiles_mask=False
     ),
+    "cuDNN frontend flex": partial(attention, "cuDNN frontend flex"),
+    "cuDNN frontend flex, plan made": partial(attention, "cuDNN frontend flex", makes_plan=True),
 }
 SCORES: Mapping[str, Callable[..., Call]] = {
     "FlexAttention": FLASH["FlexAttention"],

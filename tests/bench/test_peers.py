@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import peers
-from bench.peers import DECODE, FLASH, PACKED, PREFILL, SPARSE, TREE
+from bench.peers import DECODE, FLASH, PACKED, PREFILL, SPARSE, TREE, WIDE
 from bench.problems import SparseCase, attention_check, attention_tensors, decode_tensors
 from bench.suites.ranges import range_case
 from bench.suites.tree import tree_case
@@ -23,6 +23,8 @@ from twin_attention.contract.reference.attention import attention_forward
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.interop.parity.check import sample_check
+from twin_attention.interop.parity.fuzz.problems import Problem
+from twin_attention.interop.parity.fuzz.trial import run_problem
 from twin_attention.interop.parity.subjects import (
     flashinfer,
     jax_fa3,
@@ -30,6 +32,7 @@ from twin_attention.interop.parity.subjects import (
     torch_libraries,
 )
 from twin_attention.interop.parity.subjects.absent import Absent
+from twin_attention.interop.parity.subjects.libraries import LIBRARIES
 
 SQUARE = FlashCase("square", batch=2, seq_q=32, seq_kv=32, heads_q=4, heads_kv=4, head_dim=16)
 CASES = [
@@ -94,6 +97,49 @@ def fa3_call(name, results):
     return call
 
 
+def frontend(monkeypatch, too_old=None):
+    """The cuDNN frontend's functions by our attention."""
+    by_name = {
+        "cudnn.frost.buffers": {"cutedsl_requirement_error": lambda name: too_old},
+        "cudnn.sdpa.fwd.api_dsl": {"sdpa_fwd_wrapper_dsl_sm90": frontend_forward},
+        "cudnn.flex_attention": {"create_mask_plan": plan, "flex_attn_func": frontend_flex},
+    }
+    for name, functions in by_name.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
+
+
+def frontend_forward(q, k, v, is_causal, causal_bottom_right, window_size_left, scale_softmax):
+    if not is_causal and (causal_bottom_right or window_size_left is not None):
+        raise ValueError("requires is_causal=True")
+    if causal_bottom_right and q.shape[2] > k.shape[2]:
+        raise NotImplementedError("unpadded bottom-right S_q > S_kv")
+    window = (window_size_left, 0 if causal_bottom_right or is_causal else None)
+    qkv = (x.transpose(1, 2) for x in (q, k, v))
+    out, lse = flash_attention(*qkv, window_size=window, scale=scale_softmax, return_lse=True)
+    return {"o_tensor": out.transpose(1, 2), "lse_tensor": lse}
+
+
+def plan(ends, q, k, v):
+    """Return which keys a query sees [B, 1, Sq, Skv], and whether a backward may follow."""
+    if q.shape[-1] > 128:
+        raise ValueError("supported head dimensions are Dqk and Dv independently in [8, 128]")
+    (b, rows), keys = q.shape[:2], k.shape[1]
+    assert ends.shape == (1, ends.shape[1], b * rows)
+    assert (ends.dtype, ends.is_contiguous(), ends.shape[1] % 2) == (torch.int32, True, 1)
+    assert 0 <= ends.min() <= ends.max() <= keys
+    assert (ends.diff(dim=1) >= 0).all()
+    turns = (ends[0, :, :, None] <= torch.arange(keys)).sum(0)
+    seen = (turns % 2 == 0).view(b, 1, rows, keys)
+    return seen, any(x.requires_grad for x in (q, k, v))
+
+
+def frontend_flex(*qkv, mask_plan, softmax_scale, return_lse):
+    seen, has_backward = mask_plan
+    assert has_backward or not any(x.requires_grad for x in qkv)
+    bias = torch.zeros((), dtype=qkv[0].dtype).where(seen, -torch.inf)
+    return flash_attention(*qkv, bias=bias, scale=softmax_scale, return_lse=return_lse)
+
+
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
     """Not compiled, interpreted, or our own and JAX's attention."""
@@ -132,11 +178,15 @@ def stand_ins(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.cute", fa4)
     monkeypatch.setattr(jax_pallas, "mha", partial(jax_pallas.mha, interpret=True))
     monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=tokamax))
+    frontend(monkeypatch)
 
 
-def flash(peer, operation="forward", **options):
+def flash(peer, operation="forward", table=FLASH, **options):
     case = replace(SQUARE, **options)
-    return FLASH[peer](case, operation, attention_tensors(case, "cpu"))
+    return table[peer](case, operation, attention_tensors(case, "cpu"))
+
+
+wide, masked = (partial(flash, table=x) for x in (WIDE, TREE))
 
 
 def packed(peer, operation="forward", **options):
@@ -168,21 +218,66 @@ MASKED = [
     (TREE, tree_case("tree", (-1, 0, 0, 2, -1), (200, 33, 50, 7, 9), 16, heads_q=2, heads_kv=2)),
     (TREE, range_case("spans", "spans", 30, 200, 2, 16)),
     (TREE, range_case("diffusion", "diffusion", 30, 200, 2, 16)),
+    (TREE, replace(SQUARE, name="several", seq_q=16, scale=0.4, window_size=(5, 2))),
+    (TREE, SQUARE),
 ]
 
 
 @pytest.mark.parametrize(
     ("makers", "peer", "case"),
-    [(makers, peer, case) for makers, case in MASKED for peer in makers if "cuDNN" not in peer],
+    [(makers, peer, case) for makers, case in MASKED for peer in makers if "N padded" not in peer],
     ids=lambda x: getattr(x, "name", x if isinstance(x, str) else ""),
 )
 def test_a_peer_of_masks_and_packed_sequences_is_right(makers, peer, case):
     tensors = attention_tensors(case, "cpu")
     # FlexAttention has no backward on a CPU, and FA3's package none at all.
     has_backward = makers is PACKED and peer not in ("FlexAttention", "FA3 varlen")
+    has_backward = has_backward or peer.startswith("cuDNN frontend")
     operation = "backward" if has_backward else "forward"
     call = makers[peer](case, operation, tensors)
     assert attention_check(case, operation, tensors)(call.result(call.run())) <= 1
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"causal": True, "heads_kv": 2, "scale": -0.4}, {"causal": True, "window_size": (5, None)},
+    {"causal": True, "seq_q": 16, "head_dim_v": 24}, {"window_size": (5, 0)}, {"seq_kv": 16},
+])  # fmt: skip
+def test_the_cudnn_frontend_is_right_and_forward_only(options):
+    case = replace(SQUARE, head_dim=320, **options)
+    tensors = attention_tensors(case, "cpu")
+    call = WIDE["cuDNN frontend"](case, "forward", tensors)
+    assert attention_check(case, "forward", tensors)(call.result(call.run())) <= 1
+    with pytest.raises(Absent, match="forward only"):
+        WIDE["cuDNN frontend"](case, "backward", tensors)
+
+
+@pytest.mark.parametrize(("peer", "plans"), [("flex", 1), ("flex, plan made", 4)])
+def test_the_cudnn_frontend_plans_once_or_at_every_call(monkeypatch, peer, plans):
+    made = []
+    monkeypatch.setattr(
+        sys.modules["cudnn.flex_attention"], "create_mask_plan",
+        lambda *problem: made.append(problem) or plan(*problem),
+    )  # fmt: skip
+    call = masked(f"cuDNN frontend {peer}", "both", causal=True)
+    for _ in range(3):
+        call.run()
+    assert len(made) == plans
+
+
+@pytest.mark.parametrize(("name", "more"), [
+    ("cuDNN frontend", set()), ("cuDNN frontend flex", {"dq", "dk", "dv"}),
+])  # fmt: skip
+def test_the_cudnn_frontends_log_sum_exp_and_gradients_are_checked(name, more):
+    result = run_problem(Problem(replace(SQUARE, causal=True)), [[LIBRARIES[name]]], "cpu")
+    assert {c.output for c in result.comparisons} == {"out", "lse"} | more
+    assert result.ok
+
+
+@pytest.mark.parametrize(("make", "peer"), [(wide, ""), (masked, " flex")])
+def test_a_cudnn_frontend_with_too_old_a_compiler_is_absent(monkeypatch, make, peer):
+    frontend(monkeypatch, too_old="requires nvidia-cutlass-dsl >= 4.7.0")
+    with pytest.raises(Absent, match="cutlass-dsl >= 4"):
+        make(f"cuDNN frontend{peer}", head_dim=16)
 
 
 REFUSED = [
@@ -196,21 +291,25 @@ REFUSED += [(packed, peer, x) for peer in PACKED for x in (
     {"softcap": 5.0}, {"padding": (0, 3)}, {"sinks": True},
 )]  # fmt: skip
 REFUSED += [
-    (flash, "FA4", {"head_dim_v": 264}),
-    (flash, "jax FA3", {"head_dim_v": 32}),
-    (packed, "FA4 varlen", {"lengths": ((3, 4),)}),
-    (packed, "jax FA3 varlen", {"head_dim_v": 32}),
-    (packed, "FA2 padded", {"causal": False}),
-    (decode, "FA2 dense", {"lengths": (5, 33)}),
-    (decode, "FA2 dense", {"window_size": (8, 0)}),
-    (decode, "FA2 dense", {"kv_dtype": "int8"}),
+    (flash, "FA4", {"head_dim_v": 264}), (packed, "FA4 varlen", {"lengths": ((3, 4),)}),
+    (flash, "jax FA3", {"head_dim_v": 32}), (packed, "jax FA3 varlen", {"head_dim_v": 32}),
+    (packed, "FA2 padded", {"causal": False}), (wide, "ffpa-attn", {"head_dim": 256}),
+    *((decode, "FA2 dense", x) for x in (
+        {"lengths": (5, 33)}, {"window_size": (8, 0)}, {"kv_dtype": "int8"}, {"tree": "drafts"},
+    )),
     (decode, "cuDNN dense", {"tokens": 3}),
-    (decode, "FA2 dense", {"tree": "drafts"}),
-    (decode, "FlashInfer", {"tree": "drafts"}),
-    (decode, "FlashInfer", {"kv_dtype": "int8"}),
-    (decode, "FlashInfer", {"kv_dtype": "float8_e4m3fn", "scale_shape": (2,)}),
-    (decode, "FlashInfer", {"head_dim_v": 32}),
-]
+    *((decode, "FlashInfer", x) for x in (
+        {"tree": "drafts"}, {"kv_dtype": "int8"}, {"head_dim_v": 32},
+        {"kv_dtype": "float8_e4m3fn", "scale_shape": (2,)},
+    )),
+    *((wide, "cuDNN frontend", x) for x in (
+        {"window_size": (8, None)}, {"window_size": (8, 2)}, {"softcap": 5.0}, {"sinks": True},
+        {"dtype": "float32"}, {"causal": True, "seq_q": 64},
+    )),
+    *((masked, "cuDNN frontend flex", x) for x in (
+        {"softcap": 5.0}, {"scale": -0.4}, {"causal": True, "seq_q": 64}, {"head_dim": 160},
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "peer", "options"), REFUSED)
@@ -231,6 +330,10 @@ def test_flashinfers_prefill_is_absent_where_it_would_drop_something(options):
         ("flash_attn.cute", partial(flash, "FA4")),
         ("tokamax", partial(flash, "tokamax Mosaic")),
         ("flashinfer", partial(decode, "FlashInfer")),
+        ("cudnn.frost.buffers", partial(wide, "cuDNN frontend")),
+        ("cudnn.sdpa.fwd.api_dsl", partial(wide, "cuDNN frontend")),
+        ("cudnn.flex_attention", partial(masked, "cuDNN frontend flex")),
+        ("ffpa_attn.cute", partial(wide, "ffpa-attn", head_dim=320)),
     ],
 )
 def test_a_peer_that_is_not_installed_is_absent(monkeypatch, module, make):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Texts of refusals: torch's backends, XLA, Pallas kernels of JAX, its cuDNN, jvp-flash-attention.
+# Texts of refusals: torch's backends, XLA, Pallas kernels of JAX, its cuDNN, jvp-flash-attention,
+# the cuDNN frontend.
 TEXTS = (
     "No available kernel", "is not correctly aligned", "not supported by dot_general",
     "Algorithm not supported", "must be a multiple of block", "must have same seq length as QKV",
-    "JVPAttn expected",
+    "JVPAttn expected", "supported head dimensions are",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 from twin_attention.interop.parity.subjects import (
+    cudnn_frontend,
     flashinfer,
     jax_fa3,
     jax_libraries,
@@ -31,7 +32,7 @@ FLAT = ("empty sequences", "rows without a key")
 HEADS_FIRST = (
     torch_libraries.eager, torch_libraries.sdpa, torch_libraries.sdpa_by_default,
     torch_libraries.flex, torch_libraries.transformers, torch_libraries.gpt_oss,
-    torch_libraries.jvp_flash, torch_libraries.ffpa_attn,
+    torch_libraries.jvp_flash, torch_libraries.ffpa_attn, cudnn_frontend.wide,
 )  # fmt: skip
 Where = Literal["all", "forward", "nothing"]
 LIBRARIES: dict[str, Library] = {}
@@ -104,6 +105,13 @@ _add(
 _add("flash-attn", ("flash-attn", _flash_attn("flash_attn"),
                     {DENSE, *HALF, *EDGES, "alibi", "lse"}))  # fmt: skip
 _add("ffpa-attn", ("ffpa-attn", torch_libraries.ffpa_attn, {DENSE, *HALF, "GQA", "D > 256"}))
+_add(
+    "nvidia-cudnn-frontend",
+    ("cuDNN frontend", cudnn_frontend.wide,
+     {DENSE, *HALF, *EDGES, SIGNED, "D > 256", "Dv != D", "window", "lse"} - {"gradients"}),
+    ("cuDNN frontend flex", cudnn_frontend.flex,
+     {DENSE, *HALF, *EDGES, *LSE, "Dv != D", "window", "tree", "ranges"}),
+)  # fmt: skip
 _add("jvp-flash-attention", ("jvp-flash-attention", torch_libraries.jvp_flash, {DENSE, *HALF}))
 _add("flashinfer-python", ("FlashInfer", flashinfer.paged, {
     *PAGED, "paged_attention", "several lengths", "softcap", "window", "float8_e4m3fn", "lse",
