@@ -121,7 +121,13 @@ def in_jvp() -> bool:
 
 
 def may_be_dual() -> bool:
-    return not _has_level or forward_ad._current_level >= 0
+    """Return True in forward mode, but not below the Autograd key, where no tensor has a tangent.
+
+    To ask a tensor for its tangent there is an error.
+    """
+    if _has_level and forward_ad._current_level < 0:
+        return False
+    return None in (_excluded, _Key) or not _excluded().has(_Key.AutogradFunctionality)
 
 
 def above_torch_func() -> AbstractContextManager[Any]:

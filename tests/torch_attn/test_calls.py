@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_attn import append_kv, calls, flash_attention, paged_decode
+from torch_attn import append_kv, calls, flash_attention, paged_decode, private
 from torch_attn.calls import CALLS, Call, Guard, is_recorded
 from torch_attn.dispatch import alignment_of, choose
 from torch_attn.flash_ops import DENSE
@@ -278,6 +278,8 @@ def test_what_autograd_records():
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x.detach(), torch.ones(2))
         assert is_recorded((dual,))
+        with private.below_autograd():  # where an operator runs inside a dispatch mode
+            assert not is_recorded((dual,))
 
 
 def rows():
