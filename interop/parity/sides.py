@@ -55,14 +55,12 @@ from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 
 OUTPUTS = ("out", "lse")
-# Implementations with forward mode.
-WITH_TANGENTS = ("triton", "torch_triton", "reference")
 
 
 @dataclass(frozen=True)
 class Ours(Subject):
     side: str
-    implementation: str
+    implementation: str | None  # None: what a call takes by default
     target: str | None = None
     package = "twin-attention"
     has_lse = has_gradients = has_dlse = has_tangents = is_guarded = True
@@ -85,8 +83,7 @@ class Ours(Subject):
             AppendCase: ("append_kv",), MergeCase: ("combine",),
         }  # fmt: skip
         operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
-        families = [x for x in families_of(self.side) if x.name == self.implementation]
-        spec = case.spec
+        families, spec = self._families(), case.spec
         if self.target is None and families[0].is_foreign and not invariant.is_asked_of(spec):
             return "the other side interprets the same kernels"
         if self.side == "torch_attn" and getattr(case, "layout", None) == "strided":
@@ -97,16 +94,22 @@ class Ours(Subject):
             spec = case.part
             if spec.is_part:
                 operations = ("partial_fwd", "partial_bwd", "partial_dq")
-        for operation in operations:
-            reasons = [family.supports(operation, spec, self.target) for family in families]
-            if None not in reasons:
-                return "; ".join(filter(None, reasons))
-        return None
+        return next(filter(None, (self._lacks(x, spec) for x in operations)), None)
+
+    def _families(self) -> list[Family]:
+        return [x for x in families_of(self.side) if self.implementation in (None, x.name)]
+
+    def _lacks(self, operation: str, spec: Any) -> str | None:
+        """Return why the subject's families do not run an operation, or None."""
+        reasons = [x.supports(operation, spec, self.target) for x in self._families()]
+        return None if None in reasons else "; ".join(filter(None, reasons))
 
     def start(self) -> Run:
         side = SIDES[self.side]()  # a used one may have traced for another target
 
         def run(case: Case, inputs: Tensors, constants: Sequence[str] = ()) -> Tensors:
+            if not inputs.keys().isdisjoint(TANGENTS) and self._lacks("flash_jvp", case.spec):
+                inputs = {name: x for name, x in inputs.items() if name not in TANGENTS}
             with use_target(self.target):
                 return call(side, case, inputs, self.implementation, constants)
 
@@ -153,11 +156,10 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
 
 
 def call(
-    side: Side, case: Case, inputs: Tensors, implementation: str, constants: Sequence[str] = ()
-) -> Tensors:
+    side: Side, case: Case, inputs: Tensors, implementation: str | None,
+    constants: Sequence[str] = (),
+) -> Tensors:  # fmt: skip
     options = {**case.options, **absent_operands(case), "implementation": implementation}
-    if implementation not in WITH_TANGENTS:
-        inputs = {name: x for name, x in inputs.items() if name not in TANGENTS}
     if isinstance(case, ContextCase):
         return _results_of_ranks(side, case, inputs, implementation)
     return results(side, _function(case), inputs, constants, **options)
@@ -171,7 +173,7 @@ def absent_operands(case: Case) -> dict[str, None]:
 
 
 def _results_of_ranks(
-    side: Side, case: ContextCase, inputs: Tensors, implementation: str
+    side: Side, case: ContextCase, inputs: Tensors, implementation: str | None
 ) -> Tensors:
     operands = {x: inputs[x] for x in ("q", "k", "v", "sinks") if x in inputs}
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
@@ -288,7 +290,11 @@ class PallasSide:
         return own | {"plan": case.plan, "axis_name": AXIS, "mesh": mesh}
 
     def attend_on_ranks(
-        self, case: ContextCase, operands: Tensors, gradients: Sequence[Any], implementation: str
+        self,
+        case: ContextCase,
+        operands: Tensors,
+        gradients: Sequence[Any],
+        implementation: str | None,
     ) -> tuple[torch.Tensor, ...]:
         arrays = self.share(operands)
         dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))

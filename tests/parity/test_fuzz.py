@@ -302,3 +302,21 @@ def test_the_command_counts_what_ran(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "seed 4, 1 seconds in 1 processes" in printed
     assert "problems, 0 failed" in printed
+
+
+def test_schedules_that_a_family_lacks_run_by_default(monkeypatch):
+    ran, call = [], sides.call
+
+    def noted(side, case, inputs, implementation, *rest):
+        ran.append((type(case), implementation))
+        return call(side, case, inputs, implementation, *rest)
+
+    def supports(self, case):
+        return None if isinstance(case, VarlenCase) else "packed sequences only"
+
+    monkeypatch.setattr(sides, "call", noted)
+    monkeypatch.setattr(Ours, "supports", supports)
+    case = VarlenCase("x", ((9, 9), (3, 5)), head_dim=16, causal=False, batch_invariant=True)
+    assert run_problem(Problem(case), [[TORCH]], "cpu").ok
+    assert {(VarlenCase, "triton"), (FlashCase, None)} <= {*ran}
+    assert (FlashCase, "triton") not in ran

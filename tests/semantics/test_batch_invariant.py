@@ -35,8 +35,7 @@ from twin_attention.targets.target import TARGETS, use_target
 
 ON_GPU = torch.cuda.is_available()
 TRITON, IN_JAX = Ours("torch_attn", "triton"), Ours("pallas_attn", "torch_triton")
-NONE: Any = None
-FASTEST = Ours("torch_attn", NONE), Ours("pallas_attn", NONE)
+FASTEST = Ours("torch_attn", None), Ours("pallas_attn", None)
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window_size": (130, 0)}, {"softcap": 4.0})
 LENGTHS = (1, 17, 64, 65, 600, 2047, 2049, 4500) if ON_GPU else (1, 2, 63, 64, 65, 70, 150)
 FUNCTIONS = {

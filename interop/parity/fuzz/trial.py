@@ -28,6 +28,7 @@ from twin_attention.interop.parity.harness import describe
 from twin_attention.interop.parity.inputs import POOLS, Tensors, make_inputs
 from twin_attention.interop.parity.oracle import Expectation, expectations, parts_of
 from twin_attention.interop.parity.records import CaseResult, Comparison, RunRecord
+from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.subjects.absent import Absent
 from twin_attention.interop.parity.subjects.subject import Run, Subject, taken_by
 from twin_attention.interop.parity.workers import tell
@@ -116,7 +117,7 @@ def _run_subject(
             check_layout(results, inputs, problem.case.spec, name)
             own, others = problem.case, None
             if isinstance(own, InvariantCase) and own.batch_invariant and name != "again":
-                others = differing_bits(run, own, inputs, results)
+                others = differing_bits(_for_schedules(subject), own, inputs, results)
         except Absent as reason:
             return RunRecord(subject.label, refused=str(reason)), comparisons
         except Exception as failure:
@@ -133,6 +134,18 @@ def _run_subject(
             break
     seconds = time.perf_counter() - start
     return RunRecord(subject.label, seconds), comparisons
+
+
+def _for_schedules(subject: Subject) -> Run:
+    """Return a function that runs the subject or, on a schedule that it lacks, the default."""
+    own = subject.start()
+    assert isinstance(subject, Ours), "no library claims batch_invariant"
+    default = replace(subject, implementation=None).start()
+
+    def run(case: Case, inputs: Tensors) -> Tensors:
+        return (default if subject.supports(case) else own)(case, inputs)
+
+    return run
 
 
 def _rounds(subject: Subject, problem: Problem) -> tuple[str, ...]:
