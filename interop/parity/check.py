@@ -120,9 +120,13 @@ def compare(
     return list(lanes.values())
 
 
-def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreement) -> Agreement:
+def compare_sides(
+    name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreement,
+    exponents: torch.Tensor | None = None,
+) -> Agreement:  # fmt: skip
     if name in OF_ROWS:
-        return compare_lse(a, b, max(budget.max_budget for budget in budgets), lse_unit(b))
+        unit = lse_unit(b if exponents is None else exponents)
+        return compare_lse(a, b, max(budget.max_budget for budget in budgets), unit)
     return compare_twins(a, b, *budgets)
 
 
@@ -159,6 +163,8 @@ def _compare_part(results: Mapping[Subject, Tensors], expected: Expectation) -> 
     for a, b in twins([*results]):
         x, y = expected.crop(results[a]), expected.crop(results[b])
         for name in (name for name in x if name in y or name not in OF_TANGENTS):
-            agreement = compare_sides(name, x[name], y[name], budgets[a][name], budgets[b][name])
+            both = budgets[a][name], budgets[b][name]
+            exponents = expected.exponents
+            agreement = compare_sides(name, x[name], y[name], *both, exponents=exponents)
             found.append(Comparison(a.label, b.label, name, agreement))
     return found

@@ -135,9 +135,11 @@ def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
 
 
 def _exponents(inputs: Tensors, part: Part, ref: Tensors) -> torch.Tensor | None:
-    if not isinstance(part.spec, AttentionSpec) or not part.spec.terms:
+    """Return lse before a softcap and without terms: a score keeps the error of its product."""
+    spec = part.spec
+    if not isinstance(spec, AttentionSpec) or (not spec.terms and spec.softcap is None):
         return ref.get("lse")
-    plain = replace(part.spec, terms=(), wide_bias=False)
+    plain = replace(spec, terms=(), wide_bias=False, softcap=None)
     own = {name: x for name, x in inputs.items() if name not in (*part.spec.terms, "dout", "dlse")}
     return part.crop_inner(evaluate(own, plain, torch.float64, part.first))["lse"]
 

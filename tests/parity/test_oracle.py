@@ -207,3 +207,14 @@ def test_a_table_of_one_number_has_the_errors_of_delta(torch_device):
     (expected,) = expectations(inputs, parts_of(case.spec))
     delta = rounded_delta(expected.ref["out"], inputs["dout"].double(), case.dtype)
     assert (expected.errors["drelative_bias"][:, 0] >= delta.square().sum((0, 1)).sqrt()).all()
+
+
+def test_a_capped_score_has_the_error_of_its_product(torch_device):
+    case = FlashCase("", seq_q=9, seq_kv=9, dtype="float32", scale=9.0)
+    inputs = make_inputs(case, torch_device)
+    exponents = []
+    for softcap in (None, 2.0):
+        spec = replace(case, softcap=softcap).spec
+        (whole,) = expectations(inputs, parts_of(spec))
+        exponents.append(whole.exponents)
+    assert torch.equal(*exponents)
