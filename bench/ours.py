@@ -241,6 +241,7 @@ def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: Dec
     attend = getattr(import_module(side), function)
     attend = partial(attend, **case.options, implementation=family)
     arguments: dict[str, Any] = tensors.arguments
+    attend = attend if "v_pages" in arguments else partial(attend, v_pages=None)
     if side == "pallas_attn":
         import jax
 

@@ -209,9 +209,9 @@ class DecodeTensors:
 
     q: Tensor
     k_pages: Tensor
-    v_pages: Tensor
     block_tables: Tensor
     seq_lens: Tensor
+    v_pages: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     tree_ends: Tensor | None = None

@@ -251,6 +251,7 @@ SMALL_JOBS = {
     ),
     "tangents": lambda: jvp.job(SMALL, "jvp", ["sm90"]),
     "drafts": lambda: decode_job(DRAFTS, ours.decode_factories(["sm80"])),
+    "latent": lambda: decode_job(LATENT, ours.decode_factories(["sm80"])),
     "context both": lambda: context.job(CONTEXT_CASE, "both", "sm90"),
     "shared": lambda: kvcache._shared_job(
         3, 128, 4, 2, 6, factories=ours.decode_factories(["sm90"])
@@ -266,6 +267,7 @@ CONTEXT_CASE = context.ContextCase(
     documents=(20, 17, 11),
 )  # fmt: skip
 DRAFTS = replace(DECODE_CASE, name="drafts", lengths=(9, 33), tokens=7, tree="drafts")
+LATENT = DecodeCase("latent", (9, 33), 1, 4, 1, 32, 16, page_size=16, latent=True)
 ON_A_GPU = {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
 ON_A_GPU |= {f"{x} {y}" for x in ("torch", "jax") for y in ("ring", "gather")}  # on several
 ON_A_GPU |= {"jax dense", "jax triton dense"}
