@@ -209,9 +209,9 @@ class DecodeTensors:
 
     q: Tensor
     k_pages: Tensor
+    v_pages: Tensor | None
     block_tables: Tensor
     seq_lens: Tensor
-    v_pages: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     tree_ends: Tensor | None = None
@@ -233,9 +233,10 @@ def decode_tensors(case: DecodeCase, device: str = "cuda") -> DecodeTensors:
     from twin_attention.interop.parity.inputs import make_inputs
 
     needed = fitted(case)
-    inputs = make_inputs(needed, device)
+    inputs: dict[str, Any] = make_inputs(needed, device)
     wider = (0, case.max_pages - needed.max_pages)
     inputs["block_tables"] = pad(inputs["block_tables"], wider, value=NO_PAGE)
+    inputs.setdefault("v_pages", None)
     return DecodeTensors(**inputs)
 
 

@@ -139,7 +139,7 @@ def test_no_name_of_a_case_crosses_a_line_of_paritys_plot():
 
 
 def test_no_label_crosses_a_line_of_benchs_plots():
-    for run in runs(load(RECORDS.with_name("h100-sm90-peers.jsonl.gz"))):
+    for run in runs(load(RECORDS.with_name("h200-flash.jsonl.gz"))):
         pictures = [*of_run(run), *(picture for _, picture in headline(run))]
         for section in sections(run):
             pictures += of_suite(section.records, section.peaks, ())

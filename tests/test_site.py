@@ -11,7 +11,7 @@ from tests.browser import ask, serving
 ROOT = Path(__file__).parents[1]
 PAGES = ("docs/index.html", "docs/guide/serve.html", "docs/semantics.html", "docs/benchmarks.html",
          "docs/api/torch_attn.html", "docs/api/generated/torch_attn.flash_attention.html",
-         "bench/results/h100-sm90-peers.html")  # fmt: skip
+         "bench/results/h200-flash.html")  # fmt: skip
 # Besides the public names of the packages.
 ALSO = ("torch_attn.modules.MultiHeadDilatedAttention", "torch_attn.flops",
         "torch_attn.adapters.flash_attn.flash_attn_func",

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from bench.records import Record, load
 from bench.report.tables import best_peer, by_case, groups, number, percent, ratio, runs
-from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.interop.rendering.tables import Grid, to_markdown
+from twin_attention.targets import paged
 from twin_attention.targets.foreign import gluon_is_faster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,20 +56,23 @@ def _decodes(tokens: Sequence[int]) -> Callable[[dict[str, Any]], bool]:
 
 
 ROWS = (
-    Row("forward", ("h100-sm90-peers",), "flash", "forward"),
-    Row("backward", ("h100-sm90-peers",), "flash", "backward"),
+    Row("forward", ("h200-flash",), "flash", "forward"),
+    Row("backward", ("h200-flash",), "flash", "backward"),
+    Row("forward, D 512", ("h200-wide",), "flash", "forward"),
+    Row("backward, D 512", ("h200-wide",), "flash", "backward"),
+    Row("packed forward", ("h200-packed",), "packed", "forward"),
+    Row("packed backward", ("h200-packed",), "packed", "backward"),
+    Row("ranges of keys, forward", ("h200-ranges",), "ranges", "forward"),
     Row("prefill over pages, chunks", ("h100-flashinfer",), "prefill", "forward",
         lambda case: case["name"].startswith(("chunks", "mixed"))),
-    Row("paged decode, one token", ("h100-flashinfer",), "kvcache", "decode", _decodes([1])),
-    Row("paged decode, 4 to 64 tokens", ("h100-flashinfer",), "kvcache", "decode",
+    Row("paged decode, one token", ("h200-kvcache",), "kvcache", "decode", _decodes([1])),
+    Row("paged decode, 4 to 64 tokens", ("h200-kvcache",), "kvcache", "decode",
         _decodes([4, 16, 64])),
-    Row("packed forward", ("h200-packed-sm90",), "packed", "forward"),
-    Row("packed backward", ("h200-packed-sm90",), "packed", "backward"),
     Row("training step", _MODELS, "end-to-end", "step"),
 )  # fmt: skip
 BARS = {
-    "forward": ROWS[:1], "backward": ROWS[1:2], "packed": ROWS[5:7], "prefill": ROWS[2:3],
-    "decode": ROWS[3:4], "training step": ROWS[7:],
+    "forward": ROWS[:1], "backward": ROWS[1:2], "packed": ROWS[4:6], "prefill": ROWS[7:8],
+    "decode": ROWS[8:9], "training step": ROWS[10:],
 }  # fmt: skip
 
 
@@ -93,16 +99,26 @@ def _ratios(row: Row, records: Sequence[Record]) -> tuple[str, list[Ratio]]:
 def _default(timed: dict[str, Record], operation: str, framework: str) -> str:
     side = "torch" if framework == "PyTorch" else "jax"
     families = _FAMILIES[side]
-    case = next(iter(timed.values())).case
-    if framework == "JAX" and operation in _FUNCTIONS and "max_pages" not in case:
-        fields: dict[str, Any] = {
-            name: tuple(x) if isinstance(x, list) else x for name, x in case.items()
-        }
-        spec = (VarlenCase if "lengths" in case else FlashCase)(**fields).spec
-        if gluon_is_faster(_FUNCTIONS[operation], spec, "sm90"):
-            families = ("gluon", *families)
+    if framework != "PyTorch":
+        spec = _spec(next(iter(timed.values())).case)
+        if operation == "decode" and paged.slower("paged_decode", spec, "sm90"):
+            families = families[1:]
+        elif framework == "JAX" and operation in _FUNCTIONS:
+            function = _FUNCTIONS[operation]
+            if isinstance(spec, AttentionSpec) and gluon_is_faster(function, spec, "sm90"):
+                families = ("gluon", *families)
     labels = (f"{side} {family} sm90" for family in families)
     return next((label for label in labels if label in timed), "")
+
+
+def _spec(case: dict[str, Any]) -> Any:
+    kinds = {"new_tokens": PagedCase, "max_pages": DecodeCase, "lengths": VarlenCase}
+    kind = next((kind for name, kind in kinds.items() if name in case), FlashCase)
+    own = {field.name for field in fields(kind)}
+    values: dict[str, Any] = {
+        x: tuple(y) if isinstance(y, list) else y for x, y in case.items() if x in own
+    }
+    return kind(**values).spec
 
 
 def tables(found: Found) -> Iterator[tuple[str, Grid]]:
@@ -114,7 +130,7 @@ def tables(found: Found) -> Iterator[tuple[str, Grid]]:
             torch, jax, alone = (_cell(ratios, i) for i in range(len(FRAMEWORKS)))
             peers = ", ".join(dict.fromkeys(ratio.peer for ratio in ratios))
             grid.append([f"{row.title}, {len(ratios)} cases", torch, jax, peers])
-            if alone != jax:
+            if alone not in ("", jax):
                 grid.append([f"{row.title}, {FRAMEWORKS[2]}", "", alone, peers])
         yield card, grid
     slower: Grid = [["", "case", *FRAMEWORKS[:2], "fastest other library"]]
@@ -128,6 +144,8 @@ def tables(found: Found) -> Iterator[tuple[str, Grid]]:
 
 def _cell(ratios: Sequence[Ratio], i: int) -> str:
     known = [x for ratio in ratios if (x := ratio.by_framework[i]) is not None]
+    if not known:
+        return ""
     return f"**{geometric_mean(known):.2f}** ({min(known):.2f}–{max(known):.2f})"
 
 

@@ -70,7 +70,8 @@ def tables(records: Sequence[Record]) -> dict[str, Grid]:
         plain = cases.get(f"causal-d{head_dim}", {}).values()
         rates = [r.tflops for r in plain if r.tflops and r.implementation.startswith(framework)]
         rate = f"{record.tflops / max(rates):.2f}" if rates and record.tflops else ""
-        bias = next((r.label for r in cases[name].values() if r.label.endswith(" bias")), None)
+        by_label = {r.label: r for r in cases[name].values()}
+        bias = next((x for x, r in by_label.items() if r.implementation.endswith(" bias")), None)
         found = [ratio_text(cases[name], record.label, x) for x in (bias, *others)]
         grid.append([name, operation, record.label, rate, *found])
     return {GAINS: grid, "Every implementation": every_implementation(records, COLUMNS)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict
 
@@ -54,8 +55,11 @@ def what_runs(case: Case, subjects: list[Subject], device: str) -> dict[str, str
     return said
 
 
+_COLOURS = re.compile("\x1b?\\[[0-9;]*m")  # of a terminal
+
+
 def describe(failure: Exception) -> str:
-    message = " ".join(str(failure).split())
+    message = " ".join(_COLOURS.sub("", str(failure)).split())
     return f"{type(failure).__name__}: {message}" if message else type(failure).__name__
 
 
