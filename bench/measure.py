@@ -125,7 +125,6 @@ def measure(
     name: str,
     jobs: Sequence[AnyJob],
     setting: Setting,
-    log: Path | None = None,
     deadline: float = math.inf,
     quiet: bool = False,
 ) -> int:
@@ -148,7 +147,7 @@ def measure(
     try:
         code = run_suite(
             [*peaks, *jobs], origin(name, setting.facts, setting.card), instruments, console,
-            setting.path, setting.resume, log, setting.journal, deadline, quiet,
+            setting.path, setting.resume, setting.journal, deadline, quiet,
         )  # fmt: skip
     finally:
         gc.unfreeze()

@@ -53,7 +53,6 @@ def run_suite(
     console: Console,
     path: Path | None = None,
     resume: bool = False,
-    log: Path | None = None,
     journal: Journal = NO_JOURNAL,
     deadline: float = math.inf,
     quiet: bool = False,
@@ -95,8 +94,6 @@ def run_suite(
             if path is not None:
                 append(path, measured)
             journal.end(measured)
-            if log is not None:
-                sampler.write(log, title)
             records |= {record.key: record for record in measured}
             for record in {(r.label, r.message): r for r in measured}.values():
                 if record.message not in (None, TIME_UP):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from statistics import median
 from threading import Event, Thread
 from typing import Any, NamedTuple
-
-from bench.records import stem
 
 # Bits of NVML's throttle reasons that slow a busy GPU.
 THROTTLE_REASONS = {
@@ -86,25 +82,6 @@ class Sampler:
                 reason for bit, reason in THROTTLE_REASONS.items() if any(t & bit for t in throttle)
             ],
         }
-
-    def write(self, path: Path, title: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        with path.open("a", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if new:
-                writer.writerow(["job", *Sample._fields])
-            writer.writerows([title, f"{sample.time:.3f}", *sample[1:]] for sample in self.samples)
-
-
-def log_path(records: Path, suite: str) -> Path:
-    return records.with_name(f"{stem(records)}-{suite}-gpu.csv")
-
-
-def read_log(path: Path) -> list[Sample]:
-    with path.open(encoding="utf-8", newline="") as file:
-        _, *rows = csv.reader(file)
-    return [Sample._make([*map(float, row[1:-1]), int(row[-1])]) for row in rows]
 
 
 def open_nvml() -> tuple[Any, Any] | None:

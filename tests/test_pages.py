@@ -142,7 +142,7 @@ def test_no_label_crosses_a_line_of_benchs_plots():
     for run in runs(load(RECORDS.with_name("h200-flash.jsonl.gz"))):
         pictures = [*of_run(run), *(picture for _, picture in headline(run))]
         for section in sections(run):
-            pictures += of_suite(section.records, section.peaks, ())
+            pictures += of_suite(section.records, section.peaks)
         assert len(pictures) > 3
         for picture in pictures:
             assert crossings(picture.figure) == [], picture.title

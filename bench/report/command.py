@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.progress import track
 
-from bench.records import Record, load, stem
-from bench.sampling import Sample, log_path, read_log
+from bench.records import load, stem
 from twin_attention.interop.parity.arguments import make_folder
 
 
@@ -45,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         records = [record for path in arguments.records for record in load(path)]
-        logs = _logs(arguments.records, records)
     except (OSError, ValueError) as error:
         print(f"python -m bench report: {error}", file=sys.stderr)
         return 2
@@ -58,18 +55,9 @@ def run(arguments: argparse.Namespace) -> int:
     follow = partial(
         track, description="drawing", total=number_of_chapters(records), transient=True
     )
-    files[arguments.output / f"{name}.html"] = to_page(f"Benchmark {name}", records, logs, follow)
+    files[arguments.output / f"{name}.html"] = to_page(f"Benchmark {name}", records, follow)
     files[arguments.output / f"{name}.csv"] = to_csv(records)
     for path, content in files.items():
         path.write_text(content, encoding="utf-8")
         print(f"wrote {path}")
     return 0
-
-
-def _logs(paths: Sequence[Path], records: Sequence[Record]) -> dict[str, list[Sample]]:
-    suites = dict.fromkeys(record.suite for record in records)
-    beside = {suite: [log_path(path, suite) for path in paths] for suite in suites}
-    return {
-        suite: [sample for log in logs if log.exists() for sample in read_log(log)]
-        for suite, logs in beside.items()
-    }

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 
 from bench.records import Record
@@ -9,7 +9,6 @@ from bench.report.cards import title as card_title
 from bench.report.plots import Picture, of_run, of_suite
 from bench.report.sections import Section, facts, notes, peaks_table, sections, statuses
 from bench.report.tables import runs
-from bench.sampling import Sample
 from twin_attention.interop.rendering import page
 from twin_attention.interop.rendering.tables import Cell, to_html
 
@@ -33,16 +32,11 @@ _INTRODUCTION = (
 )
 
 
-def to_page(
-    title: str,
-    records: Sequence[Record],
-    logs: Mapping[str, Sequence[Sample]] | None = None,
-    follow: Follow = iter,
-) -> str:
+def to_page(title: str, records: Sequence[Record], follow: Follow = iter) -> str:
     """Return a page of all runs; `follow` wraps the chapters, as a progress bar does."""
     compared = runs(records)
     measured = [record for run in compared for record in run if record.operation != "peak"]
-    chapters = [*follow(_all_chapters(records, logs or {}))]
+    chapters = [*follow(_all_chapters(records))]
     links = (f'<a href="#part-{i}">{escape(name)}</a>' for i, (name, _) in enumerate(chapters))
     parts = (
         f'<section id="part-{i}">\n<h2>{escape(name)}</h2>\n{html}\n</section>'
@@ -59,15 +53,13 @@ def _badges(records: Sequence[Record]) -> list[tuple[str, str]]:
     return [(look, f"{whose}: {text}") for look, whose, text in texts if text]
 
 
-def _all_chapters(
-    records: Sequence[Record], logs: Mapping[str, Sequence[Sample]]
-) -> Iterator[tuple[str, str]]:
+def _all_chapters(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
     several = are_several(records)
     if several:
         yield from _cards(records)
     for run in runs(records):
         prefix = f"{card_title(run)}: " if several else ""
-        for name, html in _chapters(run, logs):
+        for name, html in _chapters(run):
             yield prefix + name, html
 
 
@@ -86,14 +78,11 @@ def _cards(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
         yield card.title, "\n".join([page.facts(card.facts), note, to_html(titles, cells)])
 
 
-def _chapters(
-    run: Sequence[Record], logs: Mapping[str, Sequence[Sample]]
-) -> Iterator[tuple[str, str]]:
+def _chapters(run: Sequence[Record]) -> Iterator[tuple[str, str]]:
     title = f"Run of {run[0].date[:10]}, commit {run[0].commit[:12]}"
     yield title, "\n".join(_overview(run))
     for section in sections(run):
-        log = logs.get(section.records[0].suite, ())
-        yield section.title, "\n".join(_suite(section, log))
+        yield section.title, "\n".join(_suite(section))
 
 
 def _overview(run: Sequence[Record]) -> Iterator[str]:
@@ -104,9 +93,9 @@ def _overview(run: Sequence[Record]) -> Iterator[str]:
     yield from map(_picture, of_run(run))
 
 
-def _suite(section: Section, log: Sequence[Sample]) -> Iterator[str]:
+def _suite(section: Section) -> Iterator[str]:
     yield f'<p class="note">{escape(section.note)}</p>'
-    yield from map(_picture, of_suite(section.records, section.peaks, log))
+    yield from map(_picture, of_suite(section.records, section.peaks))
     for heading, (titles, *rows) in section.tables.items():
         cells = ([Cell(text, _LOOKS.get(text, "")) for text in row] for row in rows)
         yield f"<h3>{escape(heading)}</h3>\n{to_html(titles, cells)}"

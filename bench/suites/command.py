@@ -15,7 +15,6 @@ from bench.records import load as read
 from bench.registry import ON_CPU, SUITES, load
 from bench.report import command as report
 from bench.runner import INTERRUPTED, AnyJob
-from bench.sampling import log_path
 from twin_attention.interop.parity.arguments import make_folder
 from twin_attention.targets.target import TARGETS
 
@@ -24,9 +23,6 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
     for name, (about, *_) in SUITES.items():
         parser = commands.add_parser(name, help=f"measure {about}", description=f"Measure {about}.")
         parser.add_argument("--json", type=Path, metavar="FILE", help="append records")
-        parser.add_argument(
-            "--gpu-log", type=Path, metavar="FILE", help="append clocks and power, as CSV"
-        )
         if name in ON_CPU:
             parser.add_argument(
                 "--device",
@@ -41,8 +37,7 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
         type=Path,
         metavar="FILE",
         default=Path("reports/bench.jsonl"),
-        help="append records; the report and the clocks and power during fa2 go beside it "
-        "(default: %(default)s)",
+        help="append records; the report goes beside it (default: %(default)s)",
     )
     _add_arguments(parser, _run_all)
 
@@ -97,12 +92,8 @@ def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
     if path := arguments.json:
         append(path, setting.journal.crashed)
     for name in chosen:
-        if len(names) == 1:
-            log = arguments.gpu_log
-        else:
-            log = log_path(arguments.json, name) if name == "fa2" else None
         jobs = _only(_jobs(name, targets, arguments.filter), arguments.only)
-        code = measure(name, jobs, setting, log)
+        code = measure(name, jobs, setting)
         if code == INTERRUPTED:
             break
     return code

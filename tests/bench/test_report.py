@@ -10,7 +10,7 @@ from bench.records import Times, append, load, stem
 from bench.report.markdown import summary
 from bench.report.page import to_page
 from bench.report.sections import peaks_table, sections
-from bench.sampling import Sample, Sampler, log_path
+from bench.sampling import Sample, Sampler
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -50,11 +50,13 @@ def test_every_row_has_its_share_of_the_limits_of_its_own_suite(record):
 def test_the_page_needs_nothing_else_escapes_and_shows_statuses(record, records):
     wrong = record(implementation="FA9", target=None, status="refused by parity", message="no")
     absent = record(implementation="FA8", target=None, status="absent", message="no")
-    log = [Sample(seconds, 1980.0, 3201.0, 600.0, 60.0, 0x04) for seconds in (0.0, 9.0)]
-    timed = replace(records[0], kernels=("flash_fwd_kernel",))
-    page = to_page("A <title>", [timed, *records[1:], wrong, absent], {"flash": log})
+    sampled = Sampler(None)
+    sampled.samples.append(Sample(0.0, 1980.0, 3201.0, 600.0, 60.0, 0x04))
+    timed = replace(records[0], kernels=("flash_fwd_kernel",), gpu=sampled.summary())
+    other = replace(timed, case=timed.case | {"name": "other"})
+    page = to_page("A <title>", [timed, *records[1:], other, wrong, absent])
     assert "<title>A &lt;title&gt;</title>" in page
-    assert '<span class="badge passed">ours: 1 measured, 1 out of memory</span>' in page
+    assert '<span class="badge passed">ours: 2 measured, 1 out of memory</span>' in page
     assert '<span class="badge peers">peers: 2 measured, 1 refused by parity, 1 absent' in page
     assert "&lt;b&gt; | too large" in page
     assert "<b> | too large" not in page
@@ -68,24 +70,19 @@ def test_the_page_needs_nothing_else_escapes_and_shows_statuses(record, records)
     for look, status in {"failed": "refused by parity", "lost": "out of memory"}.items():
         assert f'<td class="{look}">{status}' in page
     assert page.count('<tr class="absent">') == 1
-    assert page.count("Sampled while the suite was timed") == 1
+    assert page.count("reaches to the lowest clock") == 1
     assert "<details><summary>1</summary><ol><li>flash_fwd_kernel" in page
     failed = to_page("Run", [replace(wrong, implementation="jax triton", target="sm90")])
     assert '<span class="badge failed">ours: 1 refused by parity' in failed
 
 
-def test_command_writes_all_forms_and_finds_the_log_beside_the_records(tmp_path, records):
+def test_command_writes_all_forms(tmp_path, records):
     append(tmp_path / "first.jsonl", records[:2])
     append(tmp_path / "second.jsonl", records[2:])
-    for seconds in (0.0, 0.05):
-        with Sampler(lambda s=seconds: Sample(s, 1980.0, 3201.0, 500.0, 60.0, 0x04)) as sampler:
-            pass
-        sampler.write(log_path(tmp_path / "first.jsonl", "flash"), "job")
     paths = [str(tmp_path / name) for name in ("first.jsonl", "second.jsonl")]
     assert command.main(["report", *paths, "--output", str(tmp_path / "out")]) == 0
     written = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
     assert set(written) == {"first.md", "first.html", "first.csv"}
-    assert "Sampled while the suite was timed" in written["first.html"]
     rows = list(csv.DictReader(written["first.csv"].splitlines()))
     assert [(r["case_name"], r["target"], r["times_median"], r["status"]) for r in rows] == [
         ("keys-1024", "sm90", "2.0", "ok"),

@@ -1,6 +1,6 @@
 from itertools import count
 
-from bench.sampling import Sample, Sampler, read_log
+from bench.sampling import Sample, Sampler
 
 SAMPLES = [
     Sample(0.00, 1980.0, 3201.0, 300.0, 50.0, 0x01),  # idle is no throttling
@@ -39,11 +39,3 @@ def test_it_samples_until_it_is_left_and_goes_on_when_it_is_entered_again():
         lengths.append(len(sampler.samples))
     assert lengths[1] >= lengths[0] + 3
     assert [sample.time for sample in sampler.samples] == list(range(lengths[1]))
-
-
-def test_the_log_grows_under_one_head(tmp_path):
-    path = tmp_path / "new" / "gpu.csv"
-    sampled(SAMPLES[:1]).write(path, "a forward")
-    sampled(SAMPLES[1:2]).write(path, "b, forward")
-    assert read_log(path) == SAMPLES[:2]
-    assert path.read_text().splitlines()[2] == '"b, forward",0.050,1500.0,3201.0,690.0,62.0,4'

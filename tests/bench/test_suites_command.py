@@ -149,32 +149,31 @@ def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
 def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, capsys):
     called = []
 
-    def run_suite(jobs, origin, instruments, console, path, resume, log, *rest):
-        called.append((jobs, origin, path, resume, log))
+    def run_suite(jobs, origin, instruments, console, path, resume, *rest):
+        called.append((jobs, origin, path, resume))
         return 130
 
     found = [job("torch triton", "jax triton", "FA2"), job("torch triton")]
     monkeypatch.setattr(suites, "load", lambda name: suite(found))
     monkeypatch.setattr(measuring, "run_suite", run_suite)
-    path, log = tmp_path / "records.jsonl", tmp_path / "gpu.csv"
-    options = ["--json", str(path), "--resume", "--gpu-log", str(log), "--only", "jax", "FA2"]
+    path = tmp_path / "records.jsonl"
+    options = ["--json", str(path), "--resume", "--only", "jax", "FA2"]
     assert command.main(["eager", *options]) == 130
     ((jobs, origin, *rest),) = called
     assert [job.case["name"] for job in jobs] == ["matmul", "read", "copy", "case"]
     assert list(jobs[-1].factories) == [Entry("jax triton", "sm90"), Entry("FA2", "sm90")]
     assert origin["suite"] == "eager"
-    assert rest == [path, True, log]
+    assert rest == [path, True]
     assert SUITES["eager"].title in capsys.readouterr().out
 
 
 @pytest.fixture
 def measured(monkeypatch, record):
-    done = SimpleNamespace(names=[], logs={}, codes={})
+    done = SimpleNamespace(names=[], codes={})
 
-    def measure(name, jobs, setting, log):
+    def measure(name, jobs, setting):
         append(setting.path, [record()])
         done.names.append(name)
-        done.logs[name] = log
         return done.codes.get(name, 0)
 
     monkeypatch.setattr(suites, "measure", measure)
@@ -185,8 +184,6 @@ def test_all_runs_every_suite_and_reports(gpu, measured, tmp_path):
     path = tmp_path / "bench.jsonl"
     assert command.main(["all", "--json", str(path)]) == 0
     assert measured.names == list(SUITES)
-    logs = {name: log for name, log in measured.logs.items() if log is not None}
-    assert logs == {"fa2": tmp_path / "bench-fa2-gpu.csv"}
     assert {"bench.md", "bench.html", "bench.csv"} <= {file.name for file in tmp_path.iterdir()}
 
 

@@ -9,14 +9,13 @@ from matplotlib.figure import Figure
 
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
-from bench.report.plots.clocks import over_jobs, over_time
+from bench.report.plots.clocks import over_jobs
 from bench.report.plots.rates import by_case, over_length, split_series
 from bench.report.plots.ratios import ratios
 from bench.report.plots.roofline import roofline
 from bench.report.plots.style import styles
 from bench.report.plots.training import over_a_step, peaks_by_case, steps
 from bench.report.tables import SHOWN, groups, labels, names
-from bench.sampling import Sample
 
 _LOOKS = "Bold lines are ours, dashed and hollow where they are SM80 code; thin lines are peers."
 _READ = (
@@ -44,9 +43,7 @@ def of_run(run: Sequence[Record]) -> Iterator[Picture]:
         )
 
 
-def of_suite(
-    records: Sequence[Record], bounds: Peaks, log: Sequence[Sample] = ()
-) -> Iterator[Picture]:
+def of_suite(records: Sequence[Record], bounds: Peaks) -> Iterator[Picture]:
     if records[0].suite in ("end-to-end", "memory"):
         yield from (picture for _, picture in _training(records))
         return
@@ -66,16 +63,12 @@ def of_suite(
             caption = "Blue: ours is faster. Red: the peer is faster. Empty: one has no time."
             title = f"{name}: peer's time / ours ({where})"
             yield Picture(title, f"{caption} {_all(timed)}", ratios(timed))
-    title = f"Clock and power ({where})"
-    if len(log) > 1:
-        caption = "Sampled while the suite was timed; shaded where the card held its clock back."
-        yield Picture(title, caption, over_time(log))
-    elif len({(r.case["name"], r.operation) for r in records if r.gpu}) > 1:
+    if len({(r.case["name"], r.operation) for r in records if r.gpu}) > 1:
         caption = (
             "A dot is a job's median, its line reaches to the lowest clock and the highest power; "
             "shaded where the card held its clock back."
         )
-        yield Picture(title, caption, over_jobs(records))
+        yield Picture(f"Clock and power ({where})", caption, over_jobs(records))
 
 
 def _training(records: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
