@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -63,6 +63,8 @@ from twin_attention.contract.validate.context import (
 )
 from twin_attention.contract.validate.errors import fail, type_name
 from twin_attention.contract.validate.options import check_flash_options
+from twin_attention.targets.config import requested_configs
+from twin_attention.targets.target import requested_target
 
 __all__ = ["ContextPlan", "context_attention", "context_plan", "shard_sequence", "unshard_sequence"]
 
@@ -215,7 +217,27 @@ PROBLEMS[context_attention] = problem_of_context  # of `explain`
 
 
 def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, implementation):
-    tokens, rows = PartitionSpec(None, axis_name), PartitionSpec(None, None, axis_name)
+    for name, x in zip("qkv", tensors, strict=False):
+        check_whole(name, operand(name, x).shape, 1, plan.seq_len)
+    check_exchange(exchange, EXCHANGES, (tensors[0].shape[2], tensors[1].shape[2]), plan.size)
+    placed = (
+        x if x is None else jax.device_put(x, NamedSharding(mesh, placement))
+        for x, placement in zip(tensors, _placements(axis_name), strict=True)
+    )
+    call = _RankCall(plan, axis_name, exchange, options, implementation)
+    program = _program_of_mesh(call, mesh, return_lse, requested_target(), requested_configs())
+    return program(*placed)
+
+
+def _placements(axis_name):
+    tokens = PartitionSpec(None, axis_name)
+    return tokens, tokens, tokens, PartitionSpec()
+
+
+@lru_cache(maxsize=256)
+def _program_of_mesh(call, mesh, return_lse, *_) -> Callable[..., Any]:
+    """Return a jitted call on a mesh, one for all calls that are alike: JAX keeps its programs."""
+    plan, axis_name, exchange, options, implementation = call
 
     def on_rank(q, k, v, sinks):
         return context_attention(
@@ -223,26 +245,17 @@ def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, im
             return_lse=return_lse, implementation=implementation, **options.arguments,
         )  # fmt: skip
 
-    for name, x in zip("qkv", tensors, strict=False):
-        check_whole(name, operand(name, x).shape, 1, plan.seq_len)
-    of_operands = (tokens, tokens, tokens, PartitionSpec())
-    placed = (
-        x if x is None else jax.device_put(x, NamedSharding(mesh, placement))
-        for x, placement in zip(tensors, of_operands, strict=True)
+    in_specs, rows = _placements(axis_name), PartitionSpec(None, None, axis_name)
+    out_specs = (in_specs[0], rows) if return_lse else in_specs[0]
+    return jax.jit(
+        jax.shard_map(on_rank, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     )
-    return jax.shard_map(
-        on_rank,
-        mesh=mesh,
-        in_specs=of_operands,
-        out_specs=(tokens, rows) if return_lse else tokens,
-        check_vma=False,
-    )(*placed)
 
 
 class _RankCall(NamedTuple):
     plan: ContextPlan
     axis_name: str
-    exchange: str
+    exchange: str | None  # None: not chosen yet
     options: FlashOptions
     implementation: Implementation | None
 

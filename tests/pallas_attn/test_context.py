@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn import explain, flash_attention
+from pallas_attn import distributed, explain, flash_attention
 from pallas_attn.distributed import context_attention, context_plan
 from tests.oracle import assert_within_budget
 from tests.sides import PallasSide
 from twin_attention.interop.parity.cases import ContextCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import call
+from twin_attention.targets.target import use_target
 
 MESH = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 1, 24, 2, 16))
@@ -31,6 +32,20 @@ def test_four_devices():
 
 def test_one_device():
     assert jnp.allclose(jax.jit(attend)(), flash_attention(Q, K, V, causal=True), atol=1e-4)
+
+
+def test_calls_without_jit_that_are_alike_are_traced_once(monkeypatch):
+    traced = []
+    choose = distributed.choose_exchange
+    monkeypatch.setattr(
+        distributed, "choose_exchange", lambda *x, **more: traced.append(x) or choose(*x, **more)
+    )
+    for _ in range(2):
+        attend(softcap=3.0, exchange="heads")
+    assert len(traced) == 1
+    with use_target("sm80"):
+        attend(softcap=3.0, exchange="heads")
+    assert len(traced) == 2
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather", "heads"])
