@@ -7,8 +7,9 @@ from tests.tuning.conftest import FIT
 from tuning.__main__ import main
 from tuning.static import command
 from tuning.static.bound import bound
-from tuning.static.gate import Problem, Verdict
+from tuning.static.gate import FEATURES, Problem, Verdict
 from twin_attention.targets.kernels import DecodeConfig, FlashConfig, PreprocessConfig
+from twin_attention.targets.target import TARGETS
 
 FLASH = FlashConfig(block_q=128, block_kv=128, num_warps=8, num_stages=3)
 CONFIGS = {
@@ -50,6 +51,16 @@ def test_one_problem_of_12_has_something_of_everything(select):
         assert {getattr(x, name) for x in some} == {getattr(x, name) for x in all_of_them}
 
 
+def test_targets_take_turns_in_the_features_that_both_have(select):
+    first, second = ({x.feature for x in select("--target", x, "--alternate")} for x in TARGETS)
+    assert first | second == {*FEATURES}
+    assert not first & second
+    both = [{x.feature for x in select("--target", x)} for x in TARGETS]
+    shared = [x for x in FEATURES if all(x in features for features in both)]
+    assert {*shared[::2]} <= first
+    assert {*shared[1::2]} <= second
+
+
 def test_a_card_with_less_shared_memory(select):
     found = select("--shared-memory", "99")
     assert {(problem.target, problem.shared_memory) for problem in found} == {("sm80", 99 * 1024)}
@@ -63,6 +74,25 @@ def test_what_is_not_compiled_has_a_reason(select, capsys):
     selected = select("--target", "sm90", missing=lambda problem: reason.get(problem.family))
     assert "jax mosaic on sm90, not compiled: its kernels need jax 0.11" in capsys.readouterr().out
     assert {problem.family for problem in selected} == {"triton", "gluon"}
+
+
+def test_explicit_kernels_begin_first(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    fit, begun = verdict("flash_fwd", "causal", head_dim=64), []
+
+    def compile_nothing(function, selected, console):
+        begun.extend(selected)
+        return [[replace(fit, problem=x)] for x in selected]
+
+    monkeypatch.setattr(command, "_in_processes", compile_nothing)
+    features = (f"--feature={name}" for name in ("tree-depths", "causal", "decode"))
+    arguments = ["--target=sm80", "--framework=torch", "--head-dim=64", "--dtype=bfloat16"]
+    assert main(["static", *arguments, *features]) == 0
+    assert [(x.family, x.feature) for x in begun] == [
+        ("gluon", "causal"), ("gluon", "tree-depths"), ("triton", "causal"), ("triton", "decode"),
+    ]  # fmt: skip
+    rows = [line.split()[3] for line in capsys.readouterr().out.splitlines() if "8×3" in line]
+    assert rows == ["causal", "decode", "causal", "tree-depths"]
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,7 @@ def test_four_programs_of_head_dimension_64_share_an_sm_of_sm90(monkeypatch):
     assert forward.resources.spill_loads <= 16  # scalars, no part of a tile
 
 
-@pytest.mark.parametrize(
-    ("framework", "feature"), [("torch", "tf32"), ("torch", "causal"), ("jax", "tf32")]
-)
+@pytest.mark.parametrize(("framework", "feature"), [("torch", "causal"), ("jax", "tf32")])
 def test_float32_products_are_of_tensor_cores_where_tf32_was_asked_for(framework, feature):
     verdicts = check(Problem(framework, "sm80", "float32", 16, feature))
     assert_fit(verdicts, DENSE)

@@ -23,7 +23,7 @@ ROW = Problem("jax", "sm90", "bfloat16", 256, "causal")
 )
 def test_shared_memory_is_that_of_the_finished_kernels(framework, target, feature):
     """And what has no code is not taken for a finished kernel."""
-    spec = Problem(framework, target, "bfloat16", 64, feature).spec
+    spec = Problem(framework, target, "bfloat16", 16, feature).spec
     with only_shared_memory():
         without_code = compiler(framework)(spec, target)
     finished = compiler(framework)(spec, target)

@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby
+from itertools import cycle, groupby
 from typing import Any
 
 from rich.console import Console
@@ -60,6 +60,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=1,
         metavar="N",
         help="compile one problem of N, of each feature; default: all",
+    )
+    parser.add_argument(
+        "--alternate",
+        action="store_true",
+        help="compile a feature that both targets have for only one of them, by turns",
     )
     parser.add_argument(
         "--shared-memory",
@@ -116,14 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _select(arguments: argparse.Namespace) -> list[Problem]:
-    found = [
-        problem
-        for target in arguments.target or TARGETS
-        for framework in arguments.framework or FRAMEWORKS
-        for family, targets in FAMILIES[framework].items()
-        if target in targets
-        for problem in problems(framework, target, family)
-    ]
+    found = _problems(arguments.target or TARGETS, arguments.framework or FRAMEWORKS)
+    turns = _turns() if arguments.alternate else {}
     if arguments.shared_memory is not None:
         found = [problem for problem in found if problem.target == "sm80"]
         if not found:
@@ -140,6 +139,7 @@ def _select(arguments: argparse.Namespace) -> list[Problem]:
         if problem.feature in (arguments.feature or FEATURES)
         and arguments.dtype in (None, problem.dtype)
         and arguments.head_dim in (None, problem.head_dim)
+        and turns.get(problem.feature, problem.target) == problem.target
     ]
     if not selected:
         arguments.refuse(
@@ -151,12 +151,33 @@ def _select(arguments: argparse.Namespace) -> list[Problem]:
     return [problem for problem in selected if problem in chosen]
 
 
+def _problems(targets: Iterable[str], frameworks: Iterable[str]) -> list[Problem]:
+    return [
+        problem
+        for target in targets
+        for framework in frameworks
+        for family, targets_of_family in FAMILIES[framework].items()
+        if target in targets_of_family
+        for problem in problems(framework, target, family)
+    ]
+
+
+def _turns() -> dict[str, str]:
+    """Return the target whose turn it is, for each feature that all targets have."""
+    features = [{problem.feature for problem in _problems([x], FRAMEWORKS)} for x in TARGETS]
+    shared = set.intersection(*features)
+    return dict(zip((x for x in FEATURES if x in shared), cycle(TARGETS), strict=False))
+
+
 def _feature_of(problem: Problem) -> tuple[str, str]:
     return problem.target, problem.feature
 
 
 def _check_all(selected: Sequence[Problem], console: Console) -> list[Verdict]:
-    return [verdict for verdicts in _in_processes(check, selected, console) for verdict in verdicts]
+    """Begin with the explicit kernels, which take longest: no process then ends much later."""
+    ordered = sorted(selected, key=lambda problem: problem.family == "triton")
+    verdicts = dict(zip(ordered, _in_processes(check, ordered, console), strict=True))
+    return [verdict for problem in selected for verdict in verdicts[problem]]
 
 
 def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int:
