@@ -10,7 +10,7 @@ from matplotlib.text import Text
 
 from bench.records import load
 from bench.report.page import to_page as bench_page
-from bench.report.plots import headline, of_run, of_suite
+from bench.report.plots import headline, of_suite
 from bench.report.sections import sections
 from bench.report.tables import runs
 from tests.browser import ask, serving
@@ -140,7 +140,7 @@ def test_no_name_of_a_case_crosses_a_line_of_paritys_plot():
 
 def test_no_label_crosses_a_line_of_benchs_plots():
     for run in runs(load(RECORDS.with_name("h200-flash.jsonl.gz"))):
-        pictures = [*of_run(run), *(picture for _, picture in headline(run))]
+        pictures = [picture for _, picture in headline(run)]
         for section in sections(run):
             pictures += of_suite(section.records, section.peaks)
         assert len(pictures) > 3

@@ -6,7 +6,7 @@ from html import escape
 from bench.records import Record
 from bench.report.cards import CAPTION, are_several, cards
 from bench.report.cards import title as card_title
-from bench.report.plots import Picture, of_run, of_suite
+from bench.report.plots import Picture, of_suite
 from bench.report.sections import Section, facts, notes, peaks_table, sections, statuses
 from bench.report.tables import runs
 from twin_attention.interop.rendering import page
@@ -90,7 +90,6 @@ def _overview(run: Sequence[Record]) -> Iterator[str]:
     yield from (f"<p><b>{escape(note)}</b></p>" for note in notes(run))
     if len(grid := peaks_table(run)) > 1:
         yield f"<h3>Measured peaks</h3>\n{to_html(grid[0], grid[1:])}"
-    yield from map(_picture, of_run(run))
 
 
 def _suite(section: Section) -> Iterator[str]:

@@ -12,7 +12,6 @@ from bench.records import Record
 from bench.report.plots.clocks import over_jobs
 from bench.report.plots.rates import by_case, over_length, split_series
 from bench.report.plots.ratios import ratios
-from bench.report.plots.roofline import roofline
 from bench.report.plots.style import styles
 from bench.report.plots.training import over_a_step, peaks_by_case, steps
 from bench.report.tables import SHOWN, groups, labels, names
@@ -30,17 +29,6 @@ class Picture(NamedTuple):
     title: str
     caption: str
     figure: Figure
-
-
-def of_run(run: Sequence[Record]) -> Iterator[Picture]:
-    placed = [r for r in run if r.tflops and r.bytes_per_second and r.operation != "peak"]
-    if placed:
-        yield Picture(
-            f"Roofline ({_setting(placed)})",
-            "Every measured row: its rate over its arithmetic intensity, which counts the least "
-            "traffic. Lines are the card's peaks, measured in this run and from its datasheet.",
-            roofline(placed, peaks(run), styles(placed)),
-        )
 
 
 def of_suite(records: Sequence[Record], bounds: Peaks) -> Iterator[Picture]:
