@@ -104,6 +104,9 @@ class Ours(Subject):
         reasons = [x.supports(operation, spec, self.target) for x in self._families()]
         return None if None in reasons else "; ".join(filter(None, reasons))
 
+    def by_default(self) -> Ours:
+        return replace(self, implementation=None)
+
     def start(self) -> Run:
         side = SIDES[self.side]()  # a used one may have traced for another target
 

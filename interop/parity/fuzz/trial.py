@@ -28,7 +28,6 @@ from twin_attention.interop.parity.harness import describe
 from twin_attention.interop.parity.inputs import POOLS, Tensors, make_inputs
 from twin_attention.interop.parity.oracle import Expectation, expectations, parts_of
 from twin_attention.interop.parity.records import CaseResult, Comparison, RunRecord
-from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.subjects.absent import Absent
 from twin_attention.interop.parity.subjects.subject import Run, Subject, taken_by
 from twin_attention.interop.parity.workers import tell
@@ -138,9 +137,7 @@ def _run_subject(
 
 def _for_schedules(subject: Subject) -> Run:
     """Return a function that runs the subject or, on a schedule that it lacks, the default."""
-    own = subject.start()
-    assert isinstance(subject, Ours), "no library claims batch_invariant"
-    default = replace(subject, implementation=None).start()
+    own, default = subject.start(), subject.by_default().start()
 
     def run(case: Case, inputs: Tensors) -> Tensors:
         return (default if subject.supports(case) else own)(case, inputs)

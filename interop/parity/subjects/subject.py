@@ -42,6 +42,10 @@ class Subject:
         """Return a case without some of the options that the subject lacks."""
         return case
 
+    def by_default(self) -> Subject:
+        """Return what runs if nothing is asked for by name."""
+        return self
+
     def start(self) -> Run:
         """Return a function that keeps what it compiles."""
         raise NotImplementedError
