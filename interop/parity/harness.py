@@ -55,11 +55,12 @@ def what_runs(case: Case, subjects: list[Subject], device: str) -> dict[str, str
     return said
 
 
-_COLOURS = re.compile("\x1b?\\[[0-9;]*m")  # of a terminal
+# Colours of a terminal, and where packages are installed.
+_NOISE = re.compile(r'\x1b\[[0-9;]*m|[^\s"]*/site-packages/')
 
 
 def describe(failure: Exception) -> str:
-    message = " ".join(_COLOURS.sub("", str(failure)).split())
+    message = " ".join(_NOISE.sub("", str(failure)).split())
     return f"{type(failure).__name__}: {message}" if message else type(failure).__name__
 
 

@@ -63,7 +63,7 @@ def test_a_wrong_element_fails_and_is_named(fake_twins, tmp_path, capsys, output
 def test_an_exception_fails_its_case_alone(fake_twins, tmp_path, capsys):
     def spoil(subject, case, results):
         if case.name == "mqa-d128" and subject.side == "torch_attn":
-            raise RuntimeError("out of\nregisters <and> luck")
+            raise RuntimeError("\x1b[91mout of\x1b[0m\n/lib/site-packages/registers <and> luck")
 
     fake_twins(spoil)
     assert parity(tmp_path, "--filter", "q") == 1
