@@ -227,6 +227,13 @@ def test_ranges_run_in_the_explicit_kernels_of_gluon_only(target, operation):
         choose("pallas_attn", "mosaic", operation, spec, target, True)
 
 
+def test_jax_takes_the_explicit_kernels_for_ranges_outside_of_a_window():
+    """As block diffusion has them."""
+    own_key = AttentionSpec(1, 8192, 8192, 16, 16, 128, 128, "bfloat16", 0.1, Window(0, 0))
+    assert not foreign.gluon_is_faster("flash_fwd", own_key, "sm90")
+    assert foreign.gluon_is_faster("flash_fwd", replace(own_key, ranges=2), "sm90")
+
+
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
 def test_paged_attention_runs_in_the_portable_kernels(package):
     case = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_tokens=(512,) * 4)

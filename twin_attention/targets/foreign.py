@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from twin_attention.contract.cost import backward_flops, forward_flops
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
@@ -72,7 +74,12 @@ def _longest(spec: AttentionSpec) -> int:
 
 
 def _flops(operation: str, spec: AttentionSpec) -> int:
-    """Count operations over the pairs that the window shows; packed sequences as equally long."""
+    """Count operations over the pairs that the window shows, or all pairs where ranges may.
+
+    Packed sequences count as equally long.
+    """
+    if spec.ranges:
+        spec = replace(spec, window=Window())
     count = forward_flops if operation.endswith("fwd") else backward_flops
     if not isinstance(spec, VarlenSpec):
         return count(spec)
