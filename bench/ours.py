@@ -19,7 +19,7 @@ from bench.problems import DecodeTensors, constants_of, named_inputs, offsets_of
 from bench.ranges import RangeCase
 from bench.trees import TreeCase, joined, separate
 from twin_attention.contract.paged_spec import PagedSpec
-from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase, absent_operands
 from twin_attention.interop.parity.subjects.absent import Absent, refusals
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import use_target
@@ -239,9 +239,8 @@ def _with_integers(
 def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
     side, family = _CALLS[name]
     attend = getattr(import_module(side), function)
-    attend = partial(attend, **case.options, implementation=family)
+    attend = partial(attend, **case.options, **absent_operands(case), implementation=family)
     arguments: dict[str, Any] = tensors.arguments
-    attend = attend if "v_pages" in arguments else partial(attend, v_pages=None)
     if side == "pallas_attn":
         import jax
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
+from bench.ranges import RangeCase
 from bench.records import Record, load
 from bench.report.tables import best_peer, by_case, groups, number, percent, ratio, runs
 from twin_attention.contract.spec import AttentionSpec
@@ -70,9 +71,11 @@ ROWS = (
         _decodes([4, 16, 64])),
     Row("training step", _MODELS, "end-to-end", "step"),
 )  # fmt: skip
+# Of each bar of the picture, its rows.
 BARS = {
-    "forward": ROWS[:1], "backward": ROWS[1:2], "packed": ROWS[4:6], "prefill": ROWS[7:8],
-    "decode": ROWS[8:9], "training step": ROWS[10:],
+    "forward": ("forward",), "backward": ("backward",),
+    "packed": ("packed forward", "packed backward"), "prefill": ("prefill over pages, chunks",),
+    "decode": ("paged decode, one token",), "training step": ("training step",),
 }  # fmt: skip
 
 
@@ -112,7 +115,8 @@ def _default(timed: dict[str, Record], operation: str, framework: str) -> str:
 
 
 def _spec(case: dict[str, Any]) -> Any:
-    kinds = {"new_tokens": PagedCase, "max_pages": DecodeCase, "lengths": VarlenCase}
+    kinds = {"new_tokens": PagedCase, "max_pages": DecodeCase, "lengths": VarlenCase,
+             "pattern": RangeCase}  # fmt: skip
     kind = next((kind for name, kind in kinds.items() if name in case), FlashCase)
     own = {field.name for field in fields(kind)}
     values: dict[str, Any] = {
@@ -146,12 +150,14 @@ def _cell(ratios: Sequence[Ratio], i: int) -> str:
     known = [x for ratio in ratios if (x := ratio.by_framework[i]) is not None]
     if not known:
         return ""
-    return f"**{geometric_mean(known):.2f}** ({min(known):.2f}–{max(known):.2f})"
+    count = f", {len(known)} cases" if len(known) < len(ratios) else ""
+    return f"**{geometric_mean(known):.2f}** ({min(known):.2f}–{max(known):.2f}{count})"
 
 
 def bars(found: Found) -> dict[str, tuple[float, float]]:
-    def mean(rows: Sequence[Row], i: int) -> float:
-        values = (ratio.by_framework[i] for row in rows for ratio in found[row][1])
+    def mean(titles: Sequence[str], i: int) -> float:
+        rows = (ratios for row, (_, ratios) in found.items() if row.title in titles)
+        values = (ratio.by_framework[i] for ratios in rows for ratio in ratios)
         return geometric_mean([value for value in values if value is not None])
 
     return {name: (mean(rows, 0), mean(rows, 1)) for name, rows in BARS.items()}

@@ -426,3 +426,10 @@ class MergeCase:
 
 # Or a BlockSparseCase, DilatedCase or ContextCase, which are FlashCases.
 Case = FlashCase | VarlenCase | DecodeCase | PagedCase | AppendCase | MergeCase
+
+
+def absent_operands(case: Case) -> dict[str, None]:
+    """Return the required operands that a latent cache does not have."""
+    if not getattr(case, "latent", False):
+        return {}
+    return dict.fromkeys(("v_new", "v_pages") if isinstance(case, AppendCase) else ("v_pages",))

@@ -30,6 +30,7 @@ from twin_attention.interop.parity.cases import (
     MergeCase,
     PagedCase,
     VarlenCase,
+    absent_operands,
 )
 from twin_attention.interop.parity.inputs import (
     GRADIENTS,
@@ -166,13 +167,6 @@ def call(
     if isinstance(case, ContextCase):
         return _results_of_ranks(side, case, inputs, implementation)
     return results(side, _function(case), inputs, constants, **options)
-
-
-def absent_operands(case: Case) -> dict[str, None]:
-    """Return the required operands that a latent cache does not have."""
-    if not getattr(case, "latent", False):
-        return {}
-    return dict.fromkeys(("v_new", "v_pages") if isinstance(case, AppendCase) else ("v_pages",))
 
 
 def _results_of_ranks(

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tests.conftest import ON_GPU
 from tests.oracle import assert_within_budget, poison_before
 from tests.sides import takes
-from twin_attention.interop.parity.cases import DecodeCase
+from twin_attention.interop.parity.cases import DecodeCase, absent_operands
 from twin_attention.interop.parity.inputs import make_inputs
-from twin_attention.interop.parity.sides import absent_operands
 
 # Pages that fill no tile and straddle two, and a sequence that every split has a part of.
 CASE = DecodeCase(

@@ -9,7 +9,6 @@ from matplotlib.figure import Figure
 
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
-from bench.report.plots.clocks import over_jobs
 from bench.report.plots.rates import by_case, over_length, split_series
 from bench.report.plots.ratios import ratios
 from bench.report.plots.style import styles
@@ -51,12 +50,6 @@ def of_suite(records: Sequence[Record], bounds: Peaks) -> Iterator[Picture]:
             caption = "Blue: ours is faster. Red: the peer is faster. Empty: one has no time."
             title = f"{name}: peer's time / ours ({where})"
             yield Picture(title, f"{caption} {_all(timed)}", ratios(timed))
-    if len({(r.case["name"], r.operation) for r in records if r.gpu}) > 1:
-        caption = (
-            "A dot is a job's median, its line reaches to the lowest clock and the highest power; "
-            "shaded where the card held its clock back."
-        )
-        yield Picture(f"Clock and power ({where})", caption, over_jobs(records))
 
 
 def _training(records: Sequence[Record]) -> Iterator[tuple[str, Picture]]:

@@ -116,7 +116,7 @@ def _run_subject(
             check_layout(results, inputs, problem.case.spec, name)
             own, others = problem.case, None
             if isinstance(own, InvariantCase) and own.batch_invariant and name != "again":
-                others = differing_bits(_for_schedules(subject), own, inputs, results)
+                others = differing_bits(_for_schedules(subject, run), own, inputs, results)
         except Absent as reason:
             return RunRecord(subject.label, refused=str(reason)), comparisons
         except Exception as failure:
@@ -135,14 +135,10 @@ def _run_subject(
     return RunRecord(subject.label, seconds), comparisons
 
 
-def _for_schedules(subject: Subject) -> Run:
+def _for_schedules(subject: Subject, run: Run) -> Run:
     """Return a function that runs the subject or, on a schedule that it lacks, the default."""
-    own, default = subject.start(), subject.by_default().start()
-
-    def run(case: Case, inputs: Tensors) -> Tensors:
-        return (default if subject.supports(case) else own)(case, inputs)
-
-    return run
+    default = subject.by_default().start()
+    return lambda case, inputs: (default if subject.supports(case) else run)(case, inputs)
 
 
 def _rounds(subject: Subject, problem: Problem) -> tuple[str, ...]:
