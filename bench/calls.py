@@ -17,22 +17,28 @@ Attend = Callable[..., Any]  # out from q, k and v
 def torch_call(
     attend: Attend, operation: str, tensors: Sequence[Tensor], *, heads_first: bool = False
 ) -> Call:
-    """Return a torch call of `attend` on `tensors`: its arguments, then dout.
+    """Return a torch call of `attend` on `tensors`: q, k, v, terms and dout.
 
-    heads_first: `attend` takes and returns views [..., H, S, D].
+    heads_first: `attend` takes and returns views [..., H, S, D], and terms as they are.
     """
     import torch
 
     from twin_attention.interop.parity.torch_calls import leaves, prepare_torch
 
-    def views(arrays: Sequence[Tensor]) -> list[Tensor]:
-        return [x.detach().transpose(-3, -2) if heads_first else x.detach() for x in arrays]
+    *operands, dout = tensors
+    terms = len(operands) - 3
 
-    *inputs, dout = views(tensors)
+    def views(arrays: Sequence[Tensor], kept: int) -> list[Tensor]:
+        moved = len(arrays) - kept if heads_first else 0
+        return [
+            x.detach().transpose(-3, -2) if i < moved else x.detach() for i, x in enumerate(arrays)
+        ]
+
     before = torch.cuda.memory_allocated() if operation == "backward" else None
-    run = prepare_torch(attend, operation, inputs, dout)
+    run = prepare_torch(attend, operation, views(operands, terms), *views([dout], 0))
     held = None if before is None else torch.cuda.memory_allocated() - before
-    return Call(run, lambda results: views(leaves(results)), held)
+    gradients = terms if operation in ("backward", "both") else 0
+    return Call(run, lambda results: views(leaves(results), gradients), held)
 
 
 def jax_call(attend: Attend, operation: str, tensors: Sequence[Tensor]) -> Call:

@@ -17,6 +17,27 @@ def in_torch(q, k, v):
     return torch.einsum("bqhk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bqhk", q, k).softmax(-1), v)
 
 
+def with_bias(q, k, v, bias):
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + bias
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def heads_first(q, k, v, bias):
+    return ((q @ k.mT + bias).softmax(-1) @ v).contiguous()
+
+
+@pytest.mark.parametrize("operation", ["forward", "backward", "both", "jvp"])
+def test_a_bias_keeps_its_axes_where_a_library_takes_heads_first(tensors, operation):
+    *qkv, dout = tensors
+    operands = [*qkv, torch.randn(2, 3, 24, 24), dout]
+    results = []
+    for attend, first in ((with_bias, False), (heads_first, True)):
+        call = torch_call(attend, operation, operands, heads_first=first)
+        assert call.result is not None
+        results.append(call.result(call.run()))
+    torch.testing.assert_close(*results)
+
+
 def test_more_problems_than_dynamos_limit_of_graphs_stay_compiled():
     graphs = []
 

@@ -320,7 +320,8 @@ def jvp_flash(case: FlashCase, tensors: Tensors) -> Attend:
     """jvp-flash-attention, which asserts what lengths it takes."""
     if case.seq_q % 32 or not case.seq_q or case.head_dim not in (16, 32, 64, 128, 256):
         raise Absent("it takes multiples of 32 tokens, head dimensions 16, 32, 64, 128 and 256")
-    attend = load("jvp_flash_attention.jvp_attention").attention
+    # `attention` takes no tangents under `torch.func.jvp`.
+    attend = load("jvp_flash_attention.jvp_attention").JVPAttn.fwd_dual
     return partial(attend, causal=case.causal, sm_scale=case.scale)
 
 
