@@ -218,3 +218,19 @@ def test_a_capped_score_has_the_error_of_its_product(torch_device):
         (whole,) = expectations(inputs, parts_of(spec))
         exponents.append(whole.exponents)
     assert torch.equal(*exponents)
+
+
+def test_where_float16_ends_bfloat16_says_how_wrong_it_would_be(torch_device):
+    case = FlashCase("", dtype="float16", alibi="heads", relative=3, dropout_rate=0.9)
+    inputs = make_inputs(case, torch_device)
+    inputs["relative_bias"].zero_()
+    errors = []
+    for slope in (30.0, 1e30):  # each row sees its nearest key only
+        inputs["alibi_slopes"].fill_(slope)
+        (expected,) = expectations(inputs, parts_of(case.spec))
+        assert all(x.isfinite().all() for x in expected.errors.values())
+        errors.append({
+            x: (expected.lp[x].double() - expected.ref[x]).square().mean().sqrt()
+            for x in ("out", "dq", "dk", "dv")
+        })  # fmt: skip
+    assert all(0.5 * errors[0][x] < errors[1][x] < 3 * errors[0][x] for x in errors[0]), errors
