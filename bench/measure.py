@@ -26,7 +26,8 @@ from twin_attention.interop.rendering.tables import console_of
 
 GIB = 2**30
 PEER_PACKAGES = (
-    "dew-flash-attn-cu13", "fa3-fwd", "flash-attn-4", "flashinfer-python", "tokamax",
+    "dew-flash-attn-cu13", "fa3-fwd", "fa4-jax", "ffpa-attn", "flash-attn-4", "flashinfer-python",
+    "jvp-flash-attention", "nvidia-cudnn-frontend", "tokamax", "tokenspeed-flashmla",
     "transformers",
 )  # fmt: skip
 _LOG_WIDTH = 160  # of tables where nothing says how wide the output is

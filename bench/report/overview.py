@@ -26,7 +26,9 @@ BEGIN, END = "<!-- python -m bench overview: begin -->", "<!-- end -->"
 FRAMEWORKS = ("PyTorch", "JAX", "JAX without PyTorch")
 SLOWER = 0.97  # cases below this speed are listed
 _FAMILIES = {"torch": ("gluon", "triton", "twin"), "jax": ("mosaic", "triton", "twin")}
-_FUNCTIONS = {"forward": "flash_fwd", "backward": "flash_bwd"}
+_FUNCTIONS = {
+    "forward": "flash_fwd", "backward": "flash_bwd", "both": "flash_bwd", "jvp": "flash_jvp",
+}  # fmt: skip
 _MODELS = ("h200-models", "h200-models-4096", "h200-models-4096-jax", "h200-models-4x4096-jax")
 
 
@@ -52,6 +54,7 @@ def _decodes(tokens: Sequence[int]) -> Callable[[dict[str, Any]], bool]:
         case["kv_dtype"] is None
         and case["tokens"] in tokens
         and max(case["lengths"]) >= 1024
+        and not case["latent"]
         and not case["name"].startswith("cascade")
     )
 
@@ -64,11 +67,15 @@ ROWS = (
     Row("packed forward", ("h200-packed",), "packed", "forward"),
     Row("packed backward", ("h200-packed",), "packed", "backward"),
     Row("ranges of keys, forward", ("h200-ranges",), "ranges", "forward"),
+    Row("ranges of keys, with gradients", ("h200-ranges",), "ranges", "both"),
+    Row("out and its tangent", ("h200-jvp",), "jvp", "jvp"),
     Row("prefill over pages, chunks", ("h100-flashinfer",), "prefill", "forward",
         lambda case: case["name"].startswith(("chunks", "mixed"))),
     Row("paged decode, one token", ("h200-kvcache",), "kvcache", "decode", _decodes([1])),
     Row("paged decode, 4 to 64 tokens", ("h200-kvcache",), "kvcache", "decode",
         _decodes([4, 16, 64])),
+    Row("paged decode, latent cache", ("h200-kvcache",), "kvcache", "decode",
+        lambda case: case["latent"]),
     Row("training step", _MODELS, "end-to-end", "step"),
 )  # fmt: skip
 # Of each bar of the picture, its rows.

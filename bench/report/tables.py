@@ -136,6 +136,8 @@ def speeds(records: Sequence[Record]) -> Grid:
     timed = [record for record in records if record.times and not record.is_yardstick]
     peers = labels(timed, peers=True)
     rows = [["operation", "implementation", "best peer", *peers]]
+    if not peers:
+        return rows
     for operation, group in by_operation(timed).items():
         cases = by_case(group).values()
         for label in labels(group, peers=False):
