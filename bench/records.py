@@ -114,7 +114,7 @@ class Record:
             raise ValueError(f"status: expected one of {get_args(Status)}, got {self.status!r}")
         is_timed = self.status == "ok" and self.operation != PARITY
         if (self.times is not None) != is_timed:
-            raise ValueError(f"times: expected with status 'ok' alone, got {self.status!r}")
+            raise ValueError(f"times: expected only with status 'ok', got {self.status!r}")
 
     @property
     def label(self) -> str:

@@ -1,4 +1,4 @@
-"""Forward mode: out and its tangent, beside the forward alone."""
+"""Time forward mode, out and its tangent, against the forward."""
 
 from __future__ import annotations
 

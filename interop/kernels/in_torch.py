@@ -16,7 +16,7 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
     """Return None for a problem that a family of `pallas_attn` runs in PyTorch, else why not."""
     attends = isinstance(spec, AttentionSpec | DecodeSpec)
     if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):
-        return "PyTorch launches its kernels of dense, packed and paged attention alone"
+        return "PyTorch launches only its kernels of dense, packed and paged attention"
     if isinstance(spec, AttentionSpec) and not spec.placement.compact:
         return (
             "its kernels read contiguous tensors that begin at multiples of 256 bytes, as "

@@ -30,7 +30,7 @@ def attention_fn(*, is_causal: bool = False, **options: Any) -> Callable[..., Ar
     It takes what the modules pass: queries [..., Sq, H, D], keys and values [..., Skv, Hkv, D], a
     mask and a bias that broadcast to [..., H, Sq, Skv], dropout, and a cache (``decode=True``). A
     mask is an array, which does not say that it is causal: pass `is_causal` or other options here,
-    and leave it out there. A mask of keys alone, [..., 1, 1, Skv], is padding and costs nothing;
+    and leave it out there. A mask of only keys, [..., 1, 1, Skv], is padding and costs nothing;
     any other becomes a bias, which needs its memory and hides no tiles.
 
     Dropout takes its seed from Flax's key, and drops others in each sequence and head, whatever

@@ -48,7 +48,7 @@ def dot_product_attention(
         key, value: [B, S, K, H] or [S, K, H], the query's dtype. N is a multiple of K.
         bias: [B, N, T, S], or 1 in place of any, or without the first ones; float32 or the query's
             dtype, added to the scores.
-        mask: bool, shaped as bias, True where a query sees a key. One of keys alone, [B, 1, 1, S],
+        mask: bool, shaped as bias, True where a query sees a key. One of only keys, [B, 1, 1, S],
             costs nothing; any other becomes a bias, which needs its memory and hides no tiles.
         scale: factor of the scores; None is ``H ** -0.5``.
         is_causal: query i sees keys up to i.
@@ -80,7 +80,7 @@ def dot_product_attention(
     """
     if implementation in ("xla", "cudnn"):
         expected = f"None or one of {', '.join(map(repr, IMPLEMENTATIONS))}, since"
-        expected = f"{expected} 'xla' and 'cudnn' run in jax.nn.dot_product_attention alone"
+        expected = f"{expected} 'xla' and 'cudnn' run only in jax.nn.dot_product_attention"
         fail(NotImplementedError, "implementation", expected, repr(implementation))
     operands = {"query": query, "key": key, "value": value}
     arrays = {name: jnp.asarray(x) for name, x in operands.items()}

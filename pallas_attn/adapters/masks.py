@@ -17,7 +17,7 @@ def of_mask(
 
     Args:
         mask: bool, True where a query sees a key, broadcasting to `whole`, [B, H, Sq, Skv]. Ids are
-            for a mask of keys alone, [B, 1, 1, Skv]; a bias has 0 and -inf.
+            for a mask of only keys, [B, 1, 1, Skv]; a bias has 0 and -inf.
         dtype: of the bias.
     """
     check_broadcast("mask", mask.shape, whole)

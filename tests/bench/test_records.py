@@ -90,5 +90,5 @@ def test_a_line_that_is_no_record_is_named(tmp_path, record, line, error):
 
 @pytest.mark.parametrize("fields", [{"times": None}, {"status": "failed", "times": Times(1, 1, 1)}])
 def test_a_time_and_the_status_ok_go_together(record, fields):
-    with pytest.raises(ValueError, match="times: expected with status 'ok' alone"):
+    with pytest.raises(ValueError, match="times: expected only with status 'ok'"):
         record(**fields)

@@ -206,7 +206,7 @@ LENGTHS = jnp.array([3, 4], jnp.int32)
         (
             {"implementation": "xla"}, NotImplementedError,
             "implementation: expected None or one of 'mosaic', 'triton', 'reference', 'gluon', "
-            "'torch_triton', since 'xla' and 'cudnn' run in jax.nn.dot_product_attention alone, "
+            "'torch_triton', since 'xla' and 'cudnn' run only in jax.nn.dot_product_attention, "
             "got 'xla'",
         ),
         ({"implementation": "cudnn"}, NotImplementedError, "implementation: expected None or one"),

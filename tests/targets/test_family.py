@@ -62,8 +62,8 @@ def test_the_explicit_kernels_are_the_best_choice_for_sm80():
     assert choice(None, "sm80", wide) == (Backend(TRITON, "sm80"), others)
     append = AppendSpec(2, 1, PagedCache(3, 16, 4, 2, 64, 64, "float16"), "float16")
     assert choice(None, "sm80", append)[1] == (
-        "gluon: it has flash attention alone",
-        "gluon: it has flash attention and paged attention alone",
+        "gluon: it has only flash attention",
+        "gluon: it has only flash attention and paged attention",
     )
     with pytest.raises(NotImplementedError, match=r"and it has no interpreter$"):
         choice("gluon", None)
@@ -249,7 +249,7 @@ def test_paged_attention_runs_in_the_portable_kernels(package):
     assert backend.configs(decodes)["paged_decode"] == of_decode
     assert (decode_kernel(decodes), block_rows(decodes, of_decode)) == ("paged_decode", 16)
     explicit = {"torch_attn": "gluon", "pallas_attn": "mosaic"}[package]
-    with pytest.raises(NotImplementedError, match="it has flash attention alone"):
+    with pytest.raises(NotImplementedError, match="it has only flash attention"):
         choose(package, explicit, "paged_attention", spec, "sm80", True)
 
 

@@ -17,7 +17,7 @@ EXPLICIT_HEAD_DIM_MAX = 256  # the portable kernels have all
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if not isinstance(spec, AttentionSpec):
-        return "it has flash attention alone"
+        return "it has only flash attention"
     if operation == "flash_jvp":
         return "it has no forward mode"
     if reason := too_wide(spec):

@@ -28,7 +28,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
         return _supports_paged(spec, target)
     if not isinstance(spec, AttentionSpec):
-        return "it has flash attention and paged attention alone"
+        return "it has only flash attention and paged attention"
     if isinstance(spec, BlockSparseSpec):
         if operation == "flash_bwd":
             return "its backward takes no block masks"
@@ -72,7 +72,7 @@ def slower(operation: str, spec: Spec, target: str | None) -> str | None:
         return None
     head_dim = max(spec.head_dim, spec.head_dim_v)
     if operation == "flash_fwd" and spec.dropout is not None and not spec.terms and head_dim <= 64:
-        return "its forward of heads up to 64 with dropout alone is slower"
+        return "its forward of heads up to 64 with only dropout is slower"
     if operation == "flash_bwd" and 64 < head_dim <= 128:
         if spec.wide_bias:
             return "its backward of heads of 65 to 128 with a bias in float32 is slower"
