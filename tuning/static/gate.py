@@ -162,7 +162,8 @@ _TERM_FEATURES = {
     "bias": (64, 128, 256), "row-max": (64, 128, 256),
     "terms": (128, 256), "terms-packed": (128, 256),
     "dropout": (128, 256), "dropout-packed": (128, 256),
-    "tangents": (16, 64, 80, 128), "tangents-all-options": (64, 128),
+    "tangents": (16, 64, 80, 128),
+    **dict.fromkeys(("tangents-all-options", "tangents-packed"), (64, 128)),
 }  # fmt: skip
 # Those that a target's explicit kernels have. No windows of depths on SM90: with Triton 3.9 the
 # fused backward at head dimension 64 spills as much as a tile.
