@@ -160,8 +160,9 @@ class _Semantic(TritonSemantic):
                 return (lhs, constant) if tensor is lhs else (constant, rhs)
         if type(lhs) is type(rhs) is tl.tensor:
             name = str(lhs.dtype.name)
-            if name in _NUMBERS and name == rhs.dtype.name and lhs.shape is rhs.shape:
-                return lhs, rhs
+            if name in _NUMBERS and name == rhs.dtype.name:
+                is_alike = lhs.shape is rhs.shape
+                return (lhs, rhs) if is_alike else self.broadcast_impl_value(lhs, rhs)
         return super().binary_op_type_checking_impl(lhs, rhs, *rules, **more_rules)
 
 
