@@ -67,7 +67,7 @@ def _small() -> Iterator[FlashCase]:
     )  # fmt: skip
     yield replace(
         base, name="bias-all-options", bias="qk", relative=20, alibi="all", batch=2,
-        segments="documents", tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48,
+        segments="documents", tree="nested", seq_q=97, heads_kv=1, head_dim=72, head_dim_v=48,
         causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
         dropout_rate=0.2, dtype="float16",
     )  # fmt: skip
