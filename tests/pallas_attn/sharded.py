@@ -47,8 +47,8 @@ TERMS = {"sinks": True, "segments": "documents", "bias": "hqk", "relative": 3, "
 # Cases, the axes of their arrays, and what devices exchange.
 CASES = (
     (FlashCase("sums", **SIZES, heads_kv=2, **TERMS), DENSE, {"all-reduce"}),
-    (FlashCase("own", **SIZES, heads_kv=4, causal=True, bias="bhqk", alibi="all"), DENSE, set()),
-    (FlashCase("dropout", **SIZES, heads_kv=2, dropout_rate=0.5), DENSE, set()),
+    (FlashCase("own", **SIZES, heads_kv=2, causal=True, bias="bhqk", alibi="all", dropout_rate=0.5),
+     DENSE, set()),
     (FlashCase("one kv head", **SIZES, heads_kv=1, softcap=3.0, dropout_rate=0.5, bias="bhqk"),
      DENSE, {"all-reduce"}),
     (VarlenCase("packed", **PACKED, sinks=True, dropout_rate=0.5), HEADS, set()),
