@@ -36,7 +36,7 @@ from twin_attention.interop.parity.ranks import Room, SimulatedPeers, run_ranks
 CASE = FlashCase("", batch=2, seq_q=96, seq_kv=96, heads_q=4, heads_kv=2, head_dim=16, causal=True)
 CASES = {
     "causal": replace(CASE, heads_q=2, heads_kv=1),
-    "full": replace(CASE, causal=False),
+    "full": replace(CASE, batch=1, causal=False),
     "window": replace(CASE, batch=1, window_size=(11, None)),
     "both-sides": replace(CASE, causal=False, window_size=(9, 5), head_dim_v=24),
     "all-options": replace(
@@ -97,15 +97,17 @@ def attend(run, case, plan, inputs, **options):
     return {name: x.detach() for name, x in whole.items()}
 
 
-# Kernels run each case once on a CPU. In a ring they start from another call's result.
-IN_A_RING = ("causal", "window", "all-options")
-RUNS = [(*run, "reference") for run in product(CASES, ("ring", "gather"))]
-RUNS += [(name, "ring" if name in IN_A_RING else "gather", "triton") for name in CASES]
+# Kernels run each case once on a CPU, most on two ranks. In a ring they start from another call's
+# result, on four ranks from the result of such a call.
+IN_A_RING = {"causal": 2, "window": 2, "all-options": 4}
+RUNS = [(*run, 4, "reference") for run in product(CASES, ("ring", "gather"))]
+RUNS += [(name, "ring", size, "triton") for name, size in IN_A_RING.items()]
+RUNS += [(name, "gather", 2, "triton") for name in CASES if name not in IN_A_RING]
 
 
-@pytest.mark.parametrize(("name", "exchange", "implementation"), RUNS)
-def test_cases(ranks, name, exchange, implementation, torch_device):
-    plan = context_plan(96, 4)
+@pytest.mark.parametrize(("name", "exchange", "size", "implementation"), RUNS)
+def test_cases(ranks, name, exchange, size, implementation, torch_device):
+    plan = context_plan(96, size)
     inputs, spec = problem(CASES[name], plan, torch_device)
     got = attend(ranks, CASES[name], plan, inputs, exchange=exchange, implementation=implementation)
     assert_within_budget(got, inputs, spec)
