@@ -25,7 +25,7 @@ SIZES = [
 @pytest.mark.parametrize(("seq_q", "seq_kv"), SIZES)
 @pytest.mark.parametrize(
     "options",
-    [{"causal": True, "sinks": True}, {"window_size": (4096, 0)}, {"window_size": (4095, 9)}],
+    [{"causal": True, "sinks": True, "window_size": (4096, None)}, {"window_size": (4095, 9)}],
     ids=str,
 )
 def test_each_query_sees_its_keys(side, implementation, torch_device, seq_q, seq_kv, options):

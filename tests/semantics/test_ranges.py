@@ -86,9 +86,10 @@ def test_ranges_about_the_edges_of_tiles(side, implementation, torch_device):
     case = replace(CASE, **sizes, dtype="bfloat16", window_size=(8, None))
     inputs = make_inputs(case, torch_device)
     own = replace(case, ranges="prefix").spec
-    for first, last in ((0, 64), (63, 129), (128, 256)):
+    beside = (64, 128), (63, 129), (65, 128), (64, 127)
+    for first, last, keys in ((0, 64, beside), (63, 129, beside[:2]), (128, 256, beside[2:])):
         ranges = torch.zeros((1, 256, 1, 2), dtype=torch.int32, device=torch_device)
-        for begin, end in ((64, 128), (63, 129), (65, 128), (64, 127)):
+        for begin, end in keys:
             ranges[:, first:last, 0] = ranges.new_tensor([begin, end])
             given_ = inputs | {"q_ranges": ranges}
             got = attention(side, given_, implementation=implementation, **case.options)
