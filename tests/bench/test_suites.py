@@ -245,7 +245,7 @@ SMALL_JOBS = {
     "random both": lambda: patterns.job(SPARSE_CASE, "both", "sm90"),
     "dilated both": lambda: patterns.job(DILATED_CASE, "both", "sm90"),
     "tree both": lambda: tree.job(TREE_CASE, "both", ["sm90"]),
-    "roots both": lambda: of_segments(tree.job(ROOTS_CASE, "both", ["sm90"])),
+    "roots": lambda: of_segments(tree.job(ROOTS_CASE, "forward", ["sm90"])),
     "ranges both": lambda: ranges.job(
         ranges.range_case("small", "diffusion", 7, 60, 2, 16), "both", ["sm90"]
     ),

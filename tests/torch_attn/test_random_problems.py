@@ -25,7 +25,7 @@ from twin_attention.interop.parity.fuzz.problems import VARIANTS, draw
 from twin_attention.targets.family import Backend
 
 SEED = int(os.environ.get("RANDOM_SEED", "0"))
-PROBLEMS = int(os.environ.get("RANDOM_PROBLEMS", "10"))  # of each target
+PROBLEMS = int(os.environ.get("RANDOM_PROBLEMS", "6"))  # of each target
 LONGEST = 150  # tokens of a long sequence; a few are longer
 MOST_PAIRS = 500_000  # of a query and a key, of all heads and any two sequences
 
