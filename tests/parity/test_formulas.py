@@ -33,3 +33,10 @@ def test_a_failure_that_the_second_oracle_denies_is_not_shown():
     ref["dq"][-1, -1, -1] += 1e-3
     with pytest.raises(AssertionError, match="two oracles disagree on dq"):
         confirm(case, inputs, ref)
+
+
+def test_both_oracles_keep_the_sum_of_a_row_of_low_scores():
+    (case,) = flash_cases("small", "relative-wide")
+    inputs = make_inputs(case, "cpu")
+    inputs["relative_bias"][:] = -1e12
+    confirm(case, inputs, evaluate(inputs, case.spec, torch.float64))

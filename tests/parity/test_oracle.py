@@ -220,7 +220,7 @@ def test_a_capped_score_has_the_error_of_its_product(torch_device):
     assert torch.equal(*exponents)
 
 
-def test_where_float16_ends_bfloat16_says_how_wrong_it_would_be(torch_device):
+def test_where_float16_ends_other_dtypes_say_how_wrong_it_would_be(torch_device):
     case = FlashCase("", dtype="float16", alibi="heads", relative=3, dropout_rate=0.9)
     inputs = make_inputs(case, torch_device)
     inputs["relative_bias"].zero_()
@@ -234,3 +234,14 @@ def test_where_float16_ends_bfloat16_says_how_wrong_it_would_be(torch_device):
             for x in ("out", "dq", "dk", "dv")
         })  # fmt: skip
     assert all(0.5 * errors[0][x] < errors[1][x] < 3 * errors[0][x] for x in errors[0]), errors
+
+
+def test_a_row_of_one_value_past_float16_has_the_mean(torch_device):
+    """A score that large keeps nothing of q·k in float32, where kernels add."""
+    case = FlashCase("", 1, 8, 8, 1, 1, 16, dtype="float16", relative=9)
+    inputs = make_inputs(case, torch_device)
+    inputs["relative_bias"][:] = -1e10
+    (expected,) = expectations(inputs, parts_of(case.spec))
+    mean = inputs["v"].double().mean(1, keepdim=True)
+    error = (expected.lp["out"].double() - expected.ref["out"]).abs()
+    assert (error >= 0.9 * (mean - expected.ref["out"]).abs() - 1e-3).all()

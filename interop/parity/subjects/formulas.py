@@ -167,10 +167,12 @@ def _add_head(case: Any, inputs: Arrays, found: Arrays, one: OneSequence, head: 
     largest = np.maximum(s.max(1, initial=-np.inf), sink)
     with np.errstate(invalid="ignore", divide="ignore"):
         shift = np.where(np.isfinite(largest), largest, 0.0)
-        total = np.exp(s - shift[:, None]).sum(1) + np.exp(sink - shift)
+        e, of_sink = np.exp(s - shift[:, None]), np.exp(sink - shift)
+        total = e.sum(1) + of_sink
         lse[:] = np.log(total) + shift
-        p = np.where(total[:, None] > 0, np.exp(s - lse[:, None]), 0.0)
-        p_sink = np.where(total > 0, np.exp(sink - lse), 0.0)
+        # Not exp(s - lse): lse may be so large that it does not hold log(total).
+        p = np.where(total[:, None] > 0, e / total[:, None], 0.0)
+        p_sink = np.where(total > 0, of_sink / total, 0.0)
     out[:] = p @ v
     if "dout" not in inputs:
         return
