@@ -367,10 +367,10 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
         if dq_ref is not None:
             dq = wait_for(dq_ref, len(q.multiplied), carry[0])
             plgpu.barrier_arrive(memory.k_empty.at[step.previous])
-        if may_end:
+        if problem.packed:
             # Never true. Without a branch ptxas runs out of registers and waits for each product.
             pl.when(step.now < 0)(lambda: plgpu.barrier_wait(memory.v_full.at[slot_v]))
-        else:
+        if not may_end:
             plgpu.barrier_wait(memory.v_full.at[slot_v])
         return with_sums(dp_ref, functools.partial(differences, s_ref)), dq
 
