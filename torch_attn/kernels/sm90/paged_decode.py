@@ -153,7 +153,8 @@ def latent_kernel(
     all_tokens = gl.num_programs(0) // tiles_of_heads
     row = (split.to(gl.int64) * all_tokens + token) * HEADS_Q + head
     of_batch = token - batch * tokens
-    lse_row = (split.to(gl.int64) * all_tokens + batch * tokens) * HEADS_Q + head * tokens
+    lse_row = (split.to(gl.int64) * all_tokens + batch * tokens) * HEADS_Q
+    lse_row += head.to(gl.int64) * tokens
     rows = Rows(
         (batch, of_batch), head, row, lse_row + of_batch, tokens,
         (first_tile * BLOCK_KV, before, full, after), begin, end, length - count + token - first,
