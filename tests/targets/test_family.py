@@ -300,11 +300,10 @@ LATENT = DecodeCase(
     [
         ({}, None),
         ({"tokens": 3, "heads_q": 192, "num_splits": 2, "window_left": 999, "softcap": 2.0}, None),
-        ({"cache": replace(LATENT.cache, head_dim=512, page_size=16)}, None),
+        ({"cache": replace(LATENT.cache, head_dim=512, page_size=16), "cascade": True}, None),
         ({"heads_q": 32}, "its latent caches have a multiple of 64 query heads for each kv head"),
         ({"cache": replace(LATENT.cache, head_dim_v=504)},
          "its latent caches have values of 512 columns"),
-        ({"cascade": True}, "its kernels read each sequence's pages"),
         ({"has_tree": True}, "its paged attention takes no trees"),
         ({"alibi": True}, "its paged attention takes no alibi_slopes"),
         ({"cache": replace(LATENT.cache, dtype="int8")},

@@ -166,8 +166,6 @@ def has_large_heads(spec: Spec) -> bool:
 def _supports_latent(spec: DecodeSpec, target: str | None) -> str | None:
     if reason := _lacks_of_pages(spec, target):
         return reason
-    if spec.cascade:
-        return "its kernels read each sequence's pages"
     if spec.head_dim_v != 512:
         return "its latent caches have values of 512 columns"
     if spec.group_size == 0 or spec.group_size % 64:

@@ -74,7 +74,7 @@ from twin_attention.targets.kernels import WarpDecodeConfig
 from twin_attention.targets.splits import choose_splits
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """The rows of a program: heads from `head` on of a token, and the keys `visits` that it sees.
 
     Attributes:
@@ -155,7 +155,7 @@ def latent_kernel(
     of_batch = token - batch * tokens
     lse_row = (split.to(gl.int64) * all_tokens + batch * tokens) * HEADS_Q
     lse_row += head.to(gl.int64) * tokens
-    rows = Rows(
+    rows = TokenRows(
         (batch, of_batch), head, row, lse_row + of_batch, tokens,
         (first_tile * BLOCK_KV, before, full, after), begin, end, length - count + token - first,
     )  # fmt: skip
