@@ -17,7 +17,7 @@ from tests.torch_attn.gluon_interpreter import (
     edited,
     interpreted,
 )
-from torch_attn.kernels.portable.combine import merge_splits
+from torch_attn.kernels.merge import merge_splits
 from torch_attn.kernels.sm90 import paged_decode as module
 from torch_attn.kernels.sm90.halves import hand_over
 from twin_attention.contract.operands import DecodeOperands, PagedOperands

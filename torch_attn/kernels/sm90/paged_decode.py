@@ -53,7 +53,7 @@ from torch_attn.kernels.explicit.wgmma_scores import hide, scaled_scores, softma
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.library.sequences import rows_of_sequence
 from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
-from torch_attn.kernels.portable.combine import merge_splits
+from torch_attn.kernels.merge import merge_splits
 from torch_attn.kernels.sm90.halves import (
     add_handed,
     allocate_halves,
