@@ -37,7 +37,8 @@ CASES = [
         ONE, name="window", lengths=(0, 130, 300), tokens=2, page_size=64, max_pages=5,
         window_size=(100, 0), softcap=20.0, dtype="float16",
     ),
-    replace(ONE, name="pages longer than tiles", page_size=128, max_pages=3, head_dim=520),
+    replace(ONE, name="pages longer than tiles", page_size=128, max_pages=3, head_dim=512),
+    replace(ONE, name="two pieces behind the values", lengths=(260, 9), head_dim=560),
     PagedCase(
         "packed", (150, 41, 33, 5, 0), new_tokens=(3, 1, 0, 7, 2), padding=3, max_pages=10,
         num_splits=2, **SIZES,
@@ -104,26 +105,41 @@ def test_page_ids_out_of_range_are_clamped():
 
 MISSING = {
     "values past the end": (
-        module._visit, "clear_rows(values, slot, rows.end - start, k_full.index(slot), phase)",
+        module._visit, "clear_rows(values, slot, rows.end - start, loaded, phase)",
         AssertionError,
     ),
     "the report of read keys": (
-        module._consume_keys, "arrive(K_READ + index % k_tile[0].shape[0], READERS)",
+        module._consume_keys, "arrive(FIRST_READ + index % NUM_STAGES, 128 + 32)",
         DeadlockError,
-    ),
-    "the wait for read keys": (
-        module._produce, "wait_for_all(K_READ + slot, READERS)", InterpreterError,
     ),
     "the wait for read p": (hand_over, "wait_for_all(P_READ, 256)", InterpreterError),
     "the fence behind p": (hand_over, "fence_async_shared()", InterpreterError),
 }  # fmt: skip
 
 
+ONE_LONG = replace(ONE, lengths=(250,), max_pages=16)
+
+
 @pytest.mark.parametrize(("function", "text", "error"), MISSING.values(), ids=MISSING)
 def test_what_the_kernel_must_not_miss(function, text, error):
     with pytest.raises(error):
+        check(ONE_LONG, WRITES_FIRST, {function: edited(function, text, "pass")})
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_each_part_of_a_tile_is_read_before_the_next_load(part):
+    waits = "if i >= NUM_STAGES:"
+    broken = edited(module._produce, waits, f"if i >= NUM_STAGES and part != {part}:")
+    with pytest.raises((AssertionError, InterpreterError)):
+        check(ONE_LONG, WRITES_FIRST, {module._produce: broken})
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_each_part_of_a_tile_is_loaded_before_it_is_read(part):
+    waits = f"wait_for_step(k_full[{part}], step)"
+    with pytest.raises((AssertionError, InterpreterError)):
         check(
-            replace(ONE, lengths=(250,), max_pages=16),
-            WRITES_FIRST,
-            {function: edited(function, text, "pass")},
+            ONE_LONG,
+            READS_FIRST,
+            {module._start_scores: edited(module._start_scores, waits, "pass")},
         )

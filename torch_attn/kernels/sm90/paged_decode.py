@@ -18,9 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.explicit.barriers import (
-    K_READ,
+    FIRST_READ,
+    OTHER_READ,
     P_READ,
-    READERS,
+    REST_READ,
     allocate_barriers,
     arrive,
     wait_for_all,
@@ -41,8 +42,8 @@ from torch_attn.kernels.explicit.tma import (
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
+    add_scores,
     product_layout,
-    product_scores,
     rescale,
     scale_rows,
     store_rows,
@@ -110,10 +111,12 @@ def latent_kernel(
 ):  # fmt: skip
     """One program computes 64 query heads of one token over one split of the keys.
 
-    A producer loads tiles of keys, which two consumers read: the first computes the scores, the
-    softmax and 256 columns of out, and hands p over; the second has the other columns. Loop
-    invariant, accumulation and the row that sees no key: as in the portable `paged_decode_kernel`,
-    but m_i is at most RESCALE_ABOVE below the row maximum so far.
+    A producer loads tiles of keys in three parts: the columns behind the values, the first 256
+    values and the others. The first consumer reads all for the scores, and the first values for 256
+    columns of out; the second gets p from it and reads the other values. So one consumer is the
+    last to read a part, and alone tells the producer. Loop invariant, accumulation and the row that
+    sees no key: as in the portable `paged_decode_kernel`, but m_i is at most RESCALE_ABOVE below
+    the row maximum so far.
 
     q and k are TMA descriptors, one for each column piece: of [B, T, Hq, D], with packed tokens a
     batch of one, and of [P, Hkv, page_size, D]. tokens: T. cu_seqlens_q [B + 1], or None where each
@@ -127,7 +130,9 @@ def latent_kernel(
     k_tile = allocate_tile(q[0].dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     halves = allocate_halves(q[0].dtype, BLOCK_KV)
     q_full = allocate_barriers(1)
-    k_full = allocate_barriers(NUM_STAGES)
+    k_full = ()
+    for _ in gl.static_range(3):
+        k_full = k_full + (allocate_barriers(NUM_STAGES),)
     fence_async_shared()
 
     # Locate the rows, and the split's share of the keys that they see.
@@ -168,21 +173,21 @@ def latent_kernel(
                 q_tile, k_tile, (q_full, k_full), halves, rows, out_ptr, lse_ptr, sinks_ptr, rule,
                 window_left, HEAD_DIM, HEAD_DIM_V,
             )),
-            (_consume_values, (k_tile, k_full, halves, rows, out_ptr, HEAD_DIM_V)),
+            (_consume_values, (k_tile, k_full[2], halves, rows, out_ptr, HEAD_DIM_V)),
             (_produce, (
                 q_tile, k_tile, (q_full, k_full), (q, k), rows, table_ptr, num_pages, GROUP_SIZE,
-                PAGE_SIZE, HEAD_DIM,
+                PAGE_SIZE, HEAD_DIM, HEAD_DIM_V,
             )),
         ],
         [4, 1],
-        [232, 40],
+        [240, 24],
     )  # fmt: skip
 
 
 @gluon.jit
 def _produce(
     q_tile, k_tile, barriers, loads, rows, table_ptr, num_pages, GROUP_SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr,
 ):  # fmt: skip
     q_full, k_full = barriers
     q, k = loads
@@ -190,17 +195,21 @@ def _produce(
     begin, before, full, after = rows.visits
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    COUNT: gl.constexpr = num_pieces(HEAD_DIM)
+    REST: gl.constexpr = num_pieces(HEAD_DIM_V)  # before it are the first values and the others
     load_tile(q, q_tile, 0, batch, token, rows.head, q_full.index(0), HEAD_DIM)
     for i in range(before + full + after):
         slot = i % NUM_STAGES
         start = step_start(i, begin, before, full, after, BLOCK_KV)
         pages = find_pages(table_ptr, start, rows.end, num_pages, PAGE_SIZE, BLOCK_KV)
-        if i >= NUM_STAGES:
-            wait_for_all(K_READ + slot, READERS)
-        load_pages(
-            k, k_tile, slot, pages, start, rows.head // GROUP_SIZE, k_full.index(slot), PAGE_SIZE,
-            HEAD_DIM,
-        )  # fmt: skip
+        for part in gl.static_range(0 if COUNT > REST else 1, 3):
+            if i >= NUM_STAGES:
+                wait_for_all((REST_READ, FIRST_READ, OTHER_READ)[part] + slot, 128 + 32)
+            load_pages(
+                k, k_tile, slot, pages, start, rows.head // GROUP_SIZE,
+                k_full[part].index(slot), PAGE_SIZE, HEAD_DIM, (REST, 0, 1)[part],
+                (COUNT, 1, REST)[part],
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -211,6 +220,7 @@ def _consume_keys(
     """Compute the scores, p and the first columns of out."""
     q_full, k_full = barriers
     _begin, before, full, after = rows.visits
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -225,9 +235,10 @@ def _consume_keys(
 
     # Visit the tiles of keys; only tiles at the edges are masked. The last one has no next tile.
     mbarrier.wait(q_full.index(0), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    s = product_scores(q_tile, 0, k_tile, 0, HEAD_DIM, layout)
+    s = _start_scores(q_tile, k_tile, k_full, 0, HEAD_DIM, HEAD_DIM_V)
     s = warpgroup_mma_wait(0, deps=(s,))
+    if HEAD_DIM > HEAD_DIM_V:
+        arrive(REST_READ, 128 + 32)
     index, last = 0, before + full + after - 1
     for masked in gl.static_range(1, -1, -1):
         while index < (gl.minimum(before + after, last) if masked else last):
@@ -235,15 +246,14 @@ def _consume_keys(
                 k_tile, k_full, halves, rows, rule, window_left, index, s, m_i, l_i, acc, masked,
                 "edge" if masked else "full", HEAD_DIM_V,
             )  # fmt: skip
-            # Start s = q kᵀ of the next tile behind p v, and then report p v.
-            wait_for_step(k_full, index + 1)
-            s = product_scores(
-                q_tile, 0, k_tile, (index + 1) % k_tile[0].shape[0], HEAD_DIM, layout
-            )
-            acc, p = wait_product(acc, p, num_pieces(HEAD_DIM))
-            arrive(K_READ + index % k_tile[0].shape[0], READERS)
+            # Start s = q kᵀ of the next tile behind p v. No wait is in between for tensor cores.
+            s = _start_scores(q_tile, k_tile, k_full, index + 1, HEAD_DIM, HEAD_DIM_V)
+            acc, p = wait_product(acc, p, len(q_tile))
+            arrive(FIRST_READ + index % NUM_STAGES, 128 + 32)
             s = warpgroup_mma_wait(0, deps=(s,))
             index += 1
+            if HEAD_DIM > HEAD_DIM_V:
+                arrive(REST_READ + index % NUM_STAGES, 128 + 32)
     acc, p, m_i, l_i = _visit(
         k_tile, k_full, halves, rows, rule, window_left, index, s, m_i, l_i, acc, True, "last",
         HEAD_DIM_V,
@@ -262,6 +272,23 @@ def _consume_keys(
 
 
 @gluon.jit
+def _start_scores(q_tile, k_tile, k_full, step, HEAD_DIM: gl.constexpr, HEAD_DIM_V: gl.constexpr):
+    """Start q kᵀ of a tile of keys, whose parts are waited for in the order of their loads."""
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    REST: gl.constexpr = HEAD_DIM - HEAD_DIM_V
+    FIRST: gl.constexpr = first_columns(HEAD_DIM_V)
+    slot = step % k_tile[0].shape[0]
+    s = gl.zeros([64, BLOCK_KV], gl.float32, product_layout(BLOCK_KV))
+    if REST > 0:
+        wait_for_step(k_full[0], step)
+        s = add_scores(s, q_tile[2:], 0, k_tile[2:], slot, REST, False)
+    wait_for_step(k_full[1], step)
+    s = add_scores(s, q_tile, 0, k_tile, slot, FIRST, REST > 0)
+    wait_for_step(k_full[2], step)
+    return add_scores(s, q_tile[1:], 0, k_tile[1:], slot, HEAD_DIM_V - FIRST)
+
+
+@gluon.jit
 def _visit(
     k_tile, k_full, halves, rows, rule, window_left, index, s, m_i, l_i, acc,
     MASKED: gl.constexpr, PLACE: gl.constexpr, HEAD_DIM_V: gl.constexpr,
@@ -277,10 +304,10 @@ def _visit(
         position = gl.full([64], rows.position, gl.int32, gl.SliceLayout(1, layout))
         s = hide(scaled_scores(s, rule), position, start, rows.end, window_left, None)
         values = k_tile[: num_pieces(HEAD_DIM_V)]
-        phase = index // NUM_STAGES & 1
-        clear_rows(values, slot, rows.end - start, k_full.index(slot), phase)
+        loaded, phase = k_full[1].index(slot), index // NUM_STAGES & 1
+        clear_rows(values, slot, rows.end - start, loaded, phase)
         if window_left is not None:
-            clear_rows(values, slot, rows.begin - start, k_full.index(slot), phase, BEFORE=True)
+            clear_rows(values, slot, rows.begin - start, loaded, phase, BEFORE=True)
     e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, MASKED, True)
     acc = rescale(acc, alpha, True)
     packed = pack(e, k_tile[0].dtype)
@@ -291,7 +318,7 @@ def _visit(
 
 
 @gluon.jit
-def _consume_values(k_tile, k_full, halves, rows, out_ptr, HEAD_DIM_V: gl.constexpr):
+def _consume_values(k_tile, others_full, halves, rows, out_ptr, HEAD_DIM_V: gl.constexpr):
     """Compute the other columns of out, from the p that the first consumer hands over."""
     _begin, before, full, after = rows.visits
     layout: gl.constexpr = product_layout(k_tile[0].shape[3])
@@ -299,8 +326,8 @@ def _consume_values(k_tile, k_full, halves, rows, out_ptr, HEAD_DIM_V: gl.conste
     arrive(P_READ, 256)
     for i in range(before + full + after):
         acc = receive_factor(halves, acc, True)
-        acc = add_handed(halves, acc, k_tile, k_full, i)
-        arrive(K_READ + i % k_tile[0].shape[0], READERS)
+        acc = add_handed(halves, acc, k_tile, others_full, i)
+        arrive(OTHER_READ + i % k_tile[0].shape[0], 128 + 32)
     acc = receive_factor(halves, acc, False)
     offset = gl.arange(0, 64, gl.SliceLayout(1, layout))
     store_rows(out_ptr, acc, rows.row + offset, offset < 64, HEAD_DIM_V, 1)
