@@ -125,7 +125,8 @@ def latent_kernel(
     and the last tokens first, as they see most keys; and splits. GROUP_SIZE is a multiple of 64,
     PAGE_SIZE a power of two from 16 on.
     """
-    gl.static_assert(NUM_STAGES <= 2)  # the next numbers are of `halves`
+    # With one the next tile would wait for itself; the next barriers' numbers are of `halves`.
+    gl.static_assert(NUM_STAGES == 2)
     q_tile = allocate_tile(q[0].dtype, 1, 64, HEAD_DIM)
     k_tile = allocate_tile(q[0].dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     halves = allocate_halves(q[0].dtype, BLOCK_KV)
