@@ -77,8 +77,9 @@ def paged_attention(
         num_splits: as in `paged_decode`, for the keys of some tokens; the bits stay the same for
             the same Tq and B.
         implementation: "mosaic" (explicit kernels for SM90 and long chunks; from jax 0.11 on),
-            "gluon" (torch_attn's, likewise), "triton", "torch_triton" (torch_attn's), "reference"
-            (O(Tq · B · max_pages · page_size) memory) or None, as in `flash_attention`.
+            "gluon" (torch_attn's, and for latent caches with many heads), "triton", "torch_triton"
+            (torch_attn's), "reference" (O(Tq · B · max_pages · page_size) memory) or None, as in
+            `flash_attention`.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in

@@ -47,6 +47,6 @@ def poison_before(inputs: Tensors, edges: Sequence[int]) -> None:
     size = inputs["k_pages"].shape[1]
     for table, edge in zip(inputs["block_tables"], edges, strict=True):
         for key in range(edge):
-            for name in ("k_pages", "v_pages"):
+            for name in {"k_pages", "v_pages"} & inputs.keys():
                 inputs[name][table[key // size], key % size] = float("nan")
         table[: max(0, edge) // size] = -1

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from tuning.static import triton_aot
-from tuning.static.operands import flash_operands, run_kernels
+from tuning.static.operands import flash_operands, operands_of, run_kernels
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.interop.kernels.cubin import compile_launch, without_ptx
 from twin_attention.interop.kernels.machine import Descriptor, Number, Pointer
-from twin_attention.interop.kernels.plan import Kernel, Operation
-from twin_attention.interop.kernels.torch_host import operand_of, plan_of
+from twin_attention.interop.kernels.plan import Kernel, Operation, Type
+from twin_attention.interop.kernels.torch_host import operand_of, plan_of, plan_operation
+from twin_attention.interop.parity.cases import DecodeCase
 from twin_attention.targets import family as families
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT, Card
@@ -84,6 +85,14 @@ def test_the_code_is_what_torch_launches(family, target, spec, monkeypatch):
         else:
             assert (".b8" if isinstance(x, Descriptor) else ".ptr .global") in text
             assert isinstance(x, Descriptor | Pointer)
+
+
+def test_latent_caches_are_planned_with_their_merge():
+    spec = DecodeCase("", (9,), 2, 128, 1, 576, 512, page_size=64, max_pages=64, latent=True).spec
+    card = Card(90, 132, SHARED_MEMORY_LIMIT["sm90"])
+    decoded, _ = operands_of(spec, lambda dtype, *shape: Type(shape, dtype), False)
+    found = plan_operation("sm90", "paged_decode", spec, "sm90", card, (decoded,))
+    assert [x.code[0].name for x in kernels_of(found)] == ["paged_decode", "combine"]
 
 
 @pytest.mark.parametrize(

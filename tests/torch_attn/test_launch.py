@@ -175,8 +175,8 @@ def test_every_kernel_is_prepared_from_its_call_alone(monkeypatch):
         return original(name, kernel, prepare, *rest, **options)
 
     original = launch.launch
-    portable = "flash_fwd", "paged_decode", "paged_attention", "append_kv", "combine"
-    for name in ("gradients", "preprocess", *(f"portable.{name}" for name in portable)):
+    portable = "flash_fwd", "paged_decode", "paged_attention", "append_kv"
+    for name in ("gradients", "preprocess", "merge", *(f"portable.{name}" for name in portable)):
         monkeypatch.setattr(import_module(f"torch_attn.kernels.{name}"), "launch", spy)
     q, k, v = (torch.zeros(1, 16, 2, 16, requires_grad=True) for _ in range(3))
     flash_attention(q, k, v, implementation="triton").sum().backward()

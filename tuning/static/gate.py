@@ -122,7 +122,17 @@ EXPLICIT_CHUNK_FEATURES: dict[str, dict[str, Any]] = {
     "chunks-in-one-part": {"num_splits": 1},
     "chunks-all-options": CHUNK_FEATURES["chunks-all-options"],
 }
-FEATURES = (*FLASH_FEATURES, *DECODE_FEATURES, *CHUNK_FEATURES, "chunks-in-one-part")
+EXPLICIT_DECODE_FEATURES: dict[str, dict[str, Any]] = {
+    "decode-latent-128-heads": {"heads_q": 128, "page_size": 64, "num_splits": 4, **_LATENT},
+    "decode-latent-all-options": {
+        "heads_q": 64, "tokens": 2, "window_size": (600, None), "softcap": 30.0, "num_splits": 1,
+        **_LATENT,
+    },
+}  # fmt: skip
+FEATURES = (
+    *FLASH_FEATURES, *DECODE_FEATURES, *CHUNK_FEATURES, "chunks-in-one-part",
+    *EXPLICIT_DECODE_FEATURES,
+)  # fmt: skip
 DTYPES = {16: ("bfloat16",), 32: ("float32",), 8: QUANTIZED_DTYPES}
 FAMILIES = {
     "torch": {"triton": TARGETS, "gluon": TARGETS},
@@ -245,7 +255,8 @@ class Problem:
         if self.feature in chunks:
             return paged_spec(self.dtype, **{"head_dim": self.head_dim} | chunks[self.feature])
         options = {"head_dim": self.head_dim, "heads_kv": 4, "max_pages": 64}
-        return decode_spec(self.dtype, batch=batch, **options | DECODE_FEATURES[self.feature])
+        options |= (DECODE_FEATURES | EXPLICIT_DECODE_FEATURES)[self.feature]
+        return decode_spec(self.dtype, batch=batch, **options)
 
     @property
     def sinks(self) -> bool:
@@ -256,10 +267,10 @@ def decode_spec(
     kv_dtype: str, head_dim: int, batch: int, heads_kv: int, **options: Any
 ) -> DecodeSpec:
     dtype = "float16" if kv_dtype in QUANTIZED_DTYPES else kv_dtype
-    lengths = (1,) * batch
+    options = {"heads_q": 16} | options
     return DecodeCase(
-        "", lengths, heads_q=16, heads_kv=heads_kv, head_dim=head_dim, dtype=dtype,
-        kv_dtype=kv_dtype, **options,
+        "", (1,) * batch, heads_kv=heads_kv, head_dim=head_dim, dtype=dtype, kv_dtype=kv_dtype,
+        **options,
     ).spec  # fmt: skip
 
 
@@ -302,6 +313,8 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
         chunks = EXPLICIT_CHUNK_FEATURES if target == "sm90" else ()
         for head_dim, feature in product(_EXPLICIT_HEAD_DIMS, chunks):
             yield Problem(framework, target, "bfloat16", head_dim, feature, family)
+        for feature in EXPLICIT_DECODE_FEATURES if target == "sm90" else ():
+            yield Problem(framework, target, "bfloat16", HEAD_DIMS[-1], feature, family)
         return
     paged = DECODE_FEATURES | CHUNK_FEATURES
     for features, dtype_bits in ((FLASH_FEATURES, (16, 32)), (paged, (8, 16))):
@@ -442,7 +455,9 @@ def failures(
             found.append("no wgmma")
     elif not resources.mma:
         found.append("no mma.sync")
-    is_specialized = target == "sm90" and is_explicit and not isinstance(config, DecodeConfig)
+    is_specialized = target == "sm90" and is_explicit
+    if problem.family == "mosaic":
+        is_specialized &= not isinstance(config, DecodeConfig)
     copies_itself = is_explicit and not is_specialized
     is_pipelined = target == "sm80" and config.num_stages > 1
     if (is_pipelined or copies_itself) and not resources.cp_async:

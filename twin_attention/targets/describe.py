@@ -94,6 +94,8 @@ def describe(
     splits = None
     if runs_kernels and isinstance(spec, DecodeSpec):
         kernel = decode_kernel(spec)
+        if kernel not in configs:  # latent caches with SM90's explicit kernel
+            kernel = "paged_decode"
         configs = {kernel: configs[kernel]}
         is_split = isinstance(configs[kernel], DecodeConfig)
         splits = choose_splits(spec, configs[kernel], num_sms) if is_split else 1

@@ -105,9 +105,9 @@ class DecodeConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class WarpDecodeConfig(DecodeConfig):
-    """`paged_decode` of the Mosaic GPU kernels.
+    """`paged_decode` of the explicit kernels: Mosaic GPU's, and Gluon's of latent caches.
 
-    block_kv: keys of a tile; each warp has its share of them.
+    block_kv: keys of a tile; in Mosaic's kernels each warp has its share of them.
     num_stages: tiles of k, and of v, in shared memory; with one, nothing is fetched ahead.
     num_programs: how many programs an SM runs at a time; the number of splits depends on it.
     """
@@ -242,8 +242,11 @@ FAMILY_KERNELS = {
         ),
         "flash_jvp": replace(KERNELS["flash_jvp"], optional=True),
         "paged_attention": replace(
-            KERNELS["paged_attention"], config=SpecializedConfig, stationary="block_q"
+            KERNELS["paged_attention"], config=SpecializedConfig, stationary="block_q",
+            optional=True,
         ),
+        "paged_decode": replace(KERNELS["paged_decode"], config=WarpDecodeConfig),
+        "combine": KERNELS["combine"],
         "tile_lists": _TILE_LISTS,
     },
 }  # fmt: skip

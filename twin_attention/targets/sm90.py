@@ -20,6 +20,8 @@ LEAST_ROWS = 128
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
+    if isinstance(spec, DecodeSpec) and spec.cache.latent:
+        return _supports_latent(spec, target)
     if reason := _too_wide(operation, spec):
         return reason
     is_forward = operation not in invariant.DERIVATIVES
@@ -68,6 +70,8 @@ def _too_wide(operation: str, spec: Spec) -> str | None:
 
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why the portable kernels are faster (docs/history/choices.md), or None."""
+    if isinstance(spec, DecodeSpec) and spec.cache.latent:
+        return "its kernel of latent caches was not timed yet"
     if not isinstance(spec, AttentionSpec):
         return None
     head_dim = max(spec.head_dim, spec.head_dim_v)
@@ -159,32 +163,45 @@ def has_large_heads(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec) and max(spec.head_dim, spec.head_dim_v) > 128
 
 
+def _supports_latent(spec: DecodeSpec, target: str | None) -> str | None:
+    if reason := _lacks_of_pages(spec, target):
+        return reason
+    if spec.head_dim_v != 512:
+        return "its latent caches have values of 512 columns"
+    if spec.group_size == 0 or spec.group_size % 64:
+        return "its latent caches have a multiple of 64 query heads for each kv head"
+    return None
+
+
 def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
-    page_size, group_size = spec.cache.page_size, spec.group_size
-    if target != "sm90":
-        return "its kernels are for SM90"
-    if spec.alibi:
-        return "its paged attention takes no alibi_slopes"
-    if spec.cache.latent:
-        return "its paged attention reads a pool of values"
-    if spec.has_tree:
-        return "its paged attention takes no trees"
-    if spec.ranges:
-        return "its kernels take no q_ranges"
-    if spec.dtype_bits != 16:
-        return f"its products take float16 and bfloat16, not {spec.cache.dtype}"
-    if page_size not in (16, 32, 64, 128, 256):
-        return "its pages have a power of two of keys, at least 16"
-    if group_size not in (1, 2, 4, 8, 16, 32, 64):
+    if reason := _lacks_of_pages(spec, target):
+        return reason
+    if spec.group_size not in (1, 2, 4, 8, 16, 32, 64):
         return "its kv heads have a power of two of query heads, at most 64"
-    if not spec.placement.rows_aligned:
-        return "TMA loads rows that begin at multiples of 16 bytes"
     if spec.rows < LEAST_ROWS:
         return f"its paged attention is for chunks, of {LEAST_ROWS} query rows on average"
     programs = spec.batch * spec.heads_kv * -(-spec.rows // LEAST_ROWS)
     needs_splits = spec.num_splits is None and 2 * programs <= NUM_SMS["sm90"]
     if needs_splits or spec.num_splits not in (None, 1):
         return "it does not split keys"
+    return None
+
+
+def _lacks_of_pages(spec: DecodeSpec, target: str | None) -> str | None:
+    if target != "sm90":
+        return "its kernels are for SM90"
+    if spec.alibi:
+        return "its paged attention takes no alibi_slopes"
+    if spec.has_tree:
+        return "its paged attention takes no trees"
+    if spec.ranges:
+        return "its kernels take no q_ranges"
+    if spec.dtype_bits != 16:
+        return f"its products take float16 and bfloat16, not {spec.cache.dtype}"
+    if spec.cache.page_size not in (16, 32, 64, 128, 256):
+        return "its pages have a power of two of keys, at least 16"
+    if not spec.placement.rows_aligned:
+        return "TMA loads rows that begin at multiples of 16 bytes"
     return None
 
 

@@ -131,6 +131,9 @@ def _full_decode_changes() -> Iterator[Change]:
     yield "alibi-all-options", {**options, "alibi": "all"}
     yield "alibi-cascade", {**cascade, "common_pages": 9, "alibi": "heads"}
     yield "latent-64-rows", {**MLA, "heads_q": 64, "num_splits": 3, "window_size": (300, 0)}
+    pages = {"page_size": 16, "max_pages": 44, "num_splits": 1}
+    yield "latent-64-rows-page16", {**MLA, **pages, "heads_q": 64, "softcap": 20.0}
+    yield "latent-128-heads", {**MLA, "heads_q": 128, "tokens": 2, "sinks": True}
     yield "latent-cascade", {**MLA, **cascade, "common_pages": 9, "sinks": True}
     yield "sinks", {"sinks": True}
     yield "softcap", {"softcap": 5.0}

@@ -80,6 +80,8 @@ def _full_paged_changes() -> Iterator[Change]:
     ):
         sizes = {"head_dim": d, "head_dim_v": dv, "kv_dtype": kv_dtype, "heads_kv": 1}
         yield f"latent-d{d}-dv{dv}-{kv_dtype or 'wide'}", {**sizes, "latent": True}
+    many = {"heads_q": 128, "heads_kv": 1, "head_dim": 576, "head_dim_v": 512}
+    yield "latent-128-heads", {**many, "latent": True}
     for kv_dtype, alibi in product((None, "int8"), ("heads", "all")):
         sizes = {"alibi": alibi, "kv_dtype": kv_dtype, "window_size": (300, 0)}
         yield f"alibi-{alibi}-{kv_dtype or 'wide'}", sizes

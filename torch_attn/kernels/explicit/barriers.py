@@ -38,6 +38,10 @@ _, _, DS_WRITTEN, DQ_WRITTEN, DQ_FREE, BIAS_READ = number_barriers(
 )
 # Where a second consumer has some of the columns, with two stages at most: p is written, was read.
 P_WRITTEN, P_READ = map(gl.constexpr, (11, 14))
+# Where values are columns of keys, two stages of which have three parts: the first consumer has
+# read the columns behind the values (there are no turns), and the first values; the second has
+# read the other values.
+REST_READ, FIRST_READ, OTHER_READ = TURN, K_READ, V_READ
 # Both consumers of a backward and the producer.
 READERS = gl.constexpr(2 * 128 + 32)
 

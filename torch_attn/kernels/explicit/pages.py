@@ -22,14 +22,18 @@ def find_pages(table_ptr, start, end, num_pages, PAGE_SIZE: gl.constexpr, BLOCK:
 
 @gluon.jit
 def load_pages(
-    maps, tile, slot, pages, start, head, full, PAGE_SIZE: gl.constexpr, SIZE: gl.constexpr
-):
-    """Load keys from `start` on, 0 without a page; `full` completes."""
+    maps, tile, slot, pages, start, head, full, PAGE_SIZE: gl.constexpr, SIZE: gl.constexpr,
+    FIRST: gl.constexpr = 0, END: gl.constexpr = None,
+):  # fmt: skip
+    """Load keys from `start` on, 0 without a page; `full` completes.
+
+    FIRST, END: of the column pieces.
+    """
     BLOCK: gl.constexpr = tile[0].shape[3]
     ROWS: gl.constexpr = BLOCK // len(pages)
-    mbarrier.expect(full, tile_bytes(BLOCK, SIZE))
+    mbarrier.expect(full, tile_bytes(BLOCK, SIZE, FIRST, END))
     for i in gl.static_range(len(pages)):
-        for j in gl.static_range(num_pieces(SIZE)):
+        for j in gl.static_range(FIRST, num_pieces(SIZE) if END is None else END):
             rows = tile[j].index(slot).slice(i * ROWS, ROWS, dim=2)
             place = [
                 pages[i],

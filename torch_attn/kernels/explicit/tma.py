@@ -43,8 +43,8 @@ def piece_start(size, index):
 
 
 @triton.constexpr_function
-def tile_bytes(rows, size):
-    return 2 * rows * sum(column_pieces(size))
+def tile_bytes(rows, size, first=0, end=None):
+    return 2 * rows * sum(column_pieces(size)[first:end])
 
 
 @triton.constexpr_function

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from torch_attn.kernels.explicit.tma import num_pieces, piece, piece_width
+from torch_attn.kernels.explicit.tma import num_pieces, piece, piece_start, piece_width
 from twin_attention.targets import ptx
 
 # PTX by how many numbers of a piece a thread has; the vote, for a thread's two rows.
@@ -164,3 +164,22 @@ def _rescale_piece(x, alpha, changes):
         _RESCALE[COUNT], _RESCALE_CONSTRAINTS[COUNT], [x, alpha, changes], dtype=gl.float32,
         is_pure=True, pack=COUNT,
     )  # fmt: skip
+
+
+@gluon.jit
+def store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr, FIRST: gl.constexpr = 0):
+    """Store column pieces, from the FIRST one on, of contiguous rows of SIZE columns."""
+    for i in gl.static_range(len(x)):
+        _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, FIRST + i), SIZE)
+
+
+@gluon.jit
+def _store_piece(out_ptr, x, row, is_row, FIRST: gl.constexpr, SIZE: gl.constexpr):
+    of_row: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    row = gl.convert_layout(row, of_row, assert_trivial=True)
+    is_row = gl.convert_layout(is_row, of_row, assert_trivial=True)
+    column = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    pointers = out_ptr + row[:, None] * SIZE + column[None, :]
+    gl.store(
+        pointers, x.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < SIZE)[None, :]
+    )

@@ -36,8 +36,8 @@ from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.kernels.library.softmax import online_softmax_update
 from torch_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties, with_stride
 from torch_attn.kernels.library.tiles import count_tiles, tile_start
+from torch_attn.kernels.merge import merge_splits
 from torch_attn.kernels.portable import invariant
-from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, config_of, launch
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands

@@ -1,6 +1,6 @@
 """Paged decode: attention of a few new tokens over a paged KV cache, split over the keys.
 
-Each split gives a partial output and its log-sum-exp; `combine` merges them.
+Each split gives a partial output and its log-sum-exp; `kernels.merge` merges them.
 Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
 """
 
@@ -40,13 +40,13 @@ from torch_attn.kernels.library.quantized import (
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.softmax import online_softmax_update
 from torch_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties, with_stride
+from torch_attn.kernels.merge import merge_splits
 from torch_attn.kernels.portable import invariant
 from torch_attn.kernels.portable.cascade import (
     attend_to_shared_pages,
     cascade_argument,
     join_prefix,
 )
-from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, config_of, launch
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands

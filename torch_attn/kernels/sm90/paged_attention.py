@@ -49,6 +49,7 @@ from torch_attn.kernels.explicit.wgmma import (
     product_scores,
     rescale,
     scale_rows,
+    store_rows,
     wait_product,
     zeros,
 )
@@ -56,6 +57,7 @@ from torch_attn.kernels.explicit.wgmma_scores import hide, scaled_scores, softma
 from torch_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.spans import finish_rows, sum_block
+from torch_attn.kernels.sm90.paged_decode import paged_decode
 from torch_attn.kernels.sm90.spans import (
     add_sums,
     end_span,
@@ -350,7 +352,7 @@ def _consume(
         else:
             acc = scale_rows(acc, 1.0 / l_safe)
         out_row = (first_token + token).to(gl.int64) * (HEADS_KV * GROUP_SIZE) + head
-        _store_rows(out_ptr, acc, out_row, is_row, HEAD_DIM_V)
+        store_rows(out_ptr, acc, out_row, is_row, HEAD_DIM_V)
 
 
 @gluon.jit
@@ -408,27 +410,11 @@ def _visit(
     return packed, m_i, l_i, acc, spans
 
 
-@gluon.jit
-def _store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
-    for i in gl.static_range(num_pieces(SIZE)):
-        _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
-
-
-@gluon.jit
-def _store_piece(out_ptr, x, row, is_row, FIRST: gl.constexpr, SIZE: gl.constexpr):
-    of_row: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    row = gl.convert_layout(row, of_row, assert_trivial=True)
-    is_row = gl.convert_layout(is_row, of_row, assert_trivial=True)
-    column = FIRST + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    pointers = out_ptr + row[:, None] * SIZE + column[None, :]
-    gl.store(
-        pointers, x.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (column < SIZE)[None, :]
-    )
-
-
 def paged_attention(
     operands: PagedOperands[Tensor], spec: PagedSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
+    if spec.cache.latent:
+        return paged_decode(operands, spec, backend)
     q = operands.q
     out = q.new_empty((spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = q.new_empty((spec.heads_q, spec.tokens), dtype=torch.float32)
