@@ -14,27 +14,24 @@ _BYTES = 2**30  # of what is read or copied: many times any L2
 
 
 class Datasheet(NamedTuple):
-    """Peak dense rates of a device, as NVIDIA gives them; Hopper's clock follows from its rate."""
+    """Peak dense rates of a device, as NVIDIA gives them."""
 
     tflops: float
     gigabytes_per_second: float
-    gigahertz: float
 
 
-A100 = Datasheet(312, 2039, 1.41)  # 80 GB, SXM
-H200 = Datasheet(989, 4800, 1.83)  # SXM
 # By a part of CUDA's device name; the first that fits counts. From the datasheets of NVIDIA A30
 # (2021), A100 (2020), H100 (2023) and H200 (2024).
 DATASHEETS = {
-    "H200 NVL": Datasheet(835, 4800, 1.54),
-    "H200": H200,
-    "H100 PCIe": Datasheet(756, 2039, 1.62),
-    "H100 80GB HBM3": Datasheet(989, 3350, 1.83),
-    "A100 80GB PCIe": Datasheet(312, 1935, 1.41),
-    "A100-SXM4-80GB": A100,
-    "A100-SXM4-40GB": Datasheet(312, 1555, 1.41),
-    "A100-PCIE-40GB": Datasheet(312, 1555, 1.41),
-    "A30": Datasheet(165, 933, 1.44),
+    "H200 NVL": Datasheet(835, 4800),
+    "H200": Datasheet(989, 4800),
+    "H100 PCIe": Datasheet(756, 2039),
+    "H100 80GB HBM3": Datasheet(989, 3350),
+    "A100 80GB PCIe": Datasheet(312, 1935),
+    "A100-SXM4-80GB": Datasheet(312, 2039),
+    "A100-SXM4-40GB": Datasheet(312, 1555),
+    "A100-PCIE-40GB": Datasheet(312, 1555),
+    "A30": Datasheet(165, 933),
 }
 
 
@@ -42,7 +39,7 @@ def datasheet(device: str) -> Datasheet | None:
     """Return the datasheet of a device by its name, None if unknown.
 
     >>> datasheet("NVIDIA A30 (compute capability 8.0)")
-    Datasheet(tflops=165, gigabytes_per_second=933, gigahertz=1.44)
+    Datasheet(tflops=165, gigabytes_per_second=933)
     """
     return next((sheet for name, sheet in DATASHEETS.items() if name in device), None)
 

@@ -15,7 +15,6 @@ from bench.report.sections import sections
 from bench.report.tables import runs
 from tests.browser import ask, serving
 from twin_attention.contract.tolerances import Agreement
-from twin_attention.interop.parity.plot import ratio_plot
 from twin_attention.interop.parity.records import CaseResult, Comparison, Report
 from twin_attention.interop.parity.report import to_page as parity_page
 
@@ -126,16 +125,6 @@ def crossings(figure: Figure) -> list[tuple[str, str]]:
                 if not is_behind and path.intersects_bbox(box, filled=False):
                     found.append((text.get_text(), line.get_label()))
     return found
-
-
-def test_no_name_of_a_case_crosses_a_line_of_paritys_plot():
-    figure = ratio_plot(parity_report())
-    assert crossings(figure) == []
-    (axes,) = figure.axes
-    frame = axes.get_window_extent()
-    for text in axes.texts:
-        assert frame.x0 <= text.get_window_extent().x0
-        assert text.get_window_extent().x1 <= frame.x1
 
 
 def test_no_label_crosses_a_line_of_benchs_plots():

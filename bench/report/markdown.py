@@ -11,9 +11,9 @@ from bench import registry
 from bench.records import Record
 from bench.report.cards import CAPTION, are_several, cards
 from bench.report.plots import Picture, headline
+from bench.report.plots.svg import to_svg
 from bench.report.sections import SPEEDS, facts, notes, peaks_table, sections
 from bench.report.tables import runs
-from twin_attention.interop.rendering.plots import to_svg
 from twin_attention.interop.rendering.tables import to_markdown
 
 LETTERS_PER_INCH = 10  # of a picture's title

@@ -7,6 +7,7 @@ from bench.records import Record
 from bench.report.cards import CAPTION, are_several, cards
 from bench.report.cards import title as card_title
 from bench.report.plots import Picture, of_suite
+from bench.report.plots.svg import to_svg
 from bench.report.sections import Section, facts, notes, peaks_table, sections, statuses
 from bench.report.tables import runs
 from twin_attention.interop.rendering import page
@@ -115,5 +116,9 @@ def _cell(record: Record, title: str, text: str) -> Cell:
 
 
 def _picture(picture: Picture) -> str:
-    drawn = page.figure(picture.figure, picture.caption, picture.title)
-    return f"<h3>{escape(picture.title)}</h3>\n{drawn}"
+    """Return a picture, in a box that scrolls, with a caption; a screen reader says its title."""
+    title = escape(picture.title)
+    text = f"<figcaption>{escape(picture.caption)}</figcaption>" if picture.caption else ""
+    box = f'<div class="plot" tabindex="0" role="img" aria-label="{title}">'
+    drawn = f"<figure>\n{box}{to_svg(picture.figure)}</div>{text}</figure>"
+    return f"<h3>{title}</h3>\n{drawn}"

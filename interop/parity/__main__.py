@@ -32,7 +32,7 @@ IMPLEMENTATIONS = ("gluon", "mosaic", "triton", "torch_triton", "reference")
 DEFAULT = IMPLEMENTATIONS[:-1]  # every family that has kernels, foreign ones among them
 INTERRUPTED = 130  # the exit code
 LOG_WIDTH = 240  # of the table where nothing says how wide the output is
-NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
+NEEDED = ("jax", "rich", "torch", "triton")
 
 
 def main(arguments: list[str] | None = None) -> int:

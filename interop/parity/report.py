@@ -9,7 +9,6 @@ from importlib import import_module
 from itertools import product
 from pathlib import Path
 
-from twin_attention.interop.parity.plot import ratio_plot
 from twin_attention.interop.parity.records import (
     CaseResult,
     Comparison,
@@ -23,7 +22,7 @@ from twin_attention.interop.parity.records import (
     worst_of_all,
 )
 from twin_attention.interop.parity.table import ratio_text
-from twin_attention.interop.rendering.page import facts, figure, page
+from twin_attention.interop.rendering.page import facts, page
 from twin_attention.interop.rendering.tables import Cell, to_html, to_markdown
 from twin_attention.targets.config import PACKAGES
 from twin_attention.targets.family import families_of
@@ -40,10 +39,6 @@ _MATRIX = (
     "does not do. A family stands under its framework, and "
     "foreign ones have the other's kernels. Where two frameworks ran the same kernels, the number"
     " of results with the same bits follows."
-)
-_CAPTION = (
-    "A dot is a case; within a lane the cases stand from top to bottom in the order they ran. The "
-    "worst one is named. A cross is a NaN or an unexpected infinity."
 )
 
 
@@ -102,8 +97,6 @@ def _body(report: Report) -> Iterator[str]:
     yield "<h2>Every kernel in every framework</h2>"
     yield f"<p>{_MATRIX}</p>"
     yield _matrix(report)
-    yield "<h2>Error against budget</h2>"
-    yield figure(ratio_plot(report), _CAPTION, "Every error over its budget, by output")
     yield "<h2>Cases</h2>"
     yield _cases(report)
     yield "<h2>Every comparison</h2>"

@@ -6,10 +6,6 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.resources import files
 
-from matplotlib.figure import Figure
-
-from twin_attention.interop.rendering.plots import to_svg
-
 
 def page(title: str, badges: Iterable[tuple[str, str]], body: Iterable[str]) -> str:
     """Return the page; a badge is a class of page.css and its text."""
@@ -29,10 +25,3 @@ def page(title: str, badges: Iterable[tuple[str, str]], body: Iterable[str]) -> 
 def facts(named: Mapping[str, str]) -> str:
     terms = [f"<dt>{escape(name)}<dd>{escape(text)}" for name, text in named.items()]
     return "\n".join(["<dl>", *terms, "</dl>"])
-
-
-def figure(picture: Figure, caption: str, name: str) -> str:
-    """Return a picture, in a box that scrolls, with a caption; a screen reader says `name`."""
-    text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    box = f'<div class="plot" tabindex="0" role="img" aria-label="{escape(name)}">'
-    return f"<figure>\n{box}{to_svg(picture)}</div>{text}</figure>"

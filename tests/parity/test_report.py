@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.tolerances import Agreement
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.interop.parity.records import (
@@ -55,20 +54,10 @@ def test_json_is_strict_and_says_what_failed():
     assert document["cases"][2]["comparisons"][0]["ratio"] is None
 
 
-@pytest.mark.parametrize("output", ["out", "lse", *(f"d{name}" for name in FlashOperands._fields)])
-def test_every_output_is_drawn(output):
-    found = result("case", GOOD)
-    comparisons = [replace(comparison, output=output) for comparison in found.comparisons]
-    assert "<svg" in to_page(report(replace(found, comparisons=comparisons)))
-
-
 def test_the_page_needs_nothing_from_elsewhere():
     page = to_page(MIXED)
-    assert "<svg" in page
     links = re.findall(r"""(?:src|href|xlink:href)\s*=\s*["']?([^"'\s>]+)""", page)
-    assert links, "the plot's markers are links inside the page"
     assert all(link.startswith("#") for link in links)
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", page))
     assert not re.search(r"@import|<link|<iframe|<img|fetch\(", page)
 
 
@@ -79,7 +68,7 @@ def test_the_page_lists_failures_first():
     assert [name for name, _ in rows] == ["nan", "bad", "good"]
     cases = page[page.index("<h2>Cases") : page.index("<h2>Every comparison")]
     assert re.findall(r'<tr class="(\w+)"', cases) == ["failed", "failed", "passed"]
-    assert page.index("<h2>Failures (2)</h2>") < page.index("<svg")
+    assert page.index("<h2>Failures (2)</h2>") < page.index("<table")
 
 
 @pytest.mark.parametrize(

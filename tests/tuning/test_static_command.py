@@ -6,7 +6,6 @@ import pytest
 from tests.tuning.conftest import FIT
 from tuning.__main__ import main
 from tuning.static import command
-from tuning.static.bound import bound
 from tuning.static.gate import FEATURES, Problem, Verdict
 from twin_attention.targets.kernels import DecodeConfig, FlashConfig, PreprocessConfig
 from twin_attention.targets.target import TARGETS
@@ -22,7 +21,7 @@ def verdict(kernel: str, feature: str, failures: tuple[str, ...] = (), **problem
     of = Problem(**{"framework": "torch", "target": "sm80", "dtype": "bfloat16", **problem},
                  feature=feature)  # fmt: skip
     config = CONFIGS.get(kernel, FLASH)
-    return Verdict(of, kernel, config, FIT, bound(kernel, of.spec, config, of.target), failures)
+    return Verdict(of, kernel, config, FIT, failures)
 
 
 @pytest.fixture

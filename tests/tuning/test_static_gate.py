@@ -155,19 +155,6 @@ def test_float32_products_are_of_tensor_cores_where_tf32_was_asked_for(framework
         assert (verdict.resources.mma > 0) == wanted
 
 
-def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
-    verdicts = check(Problem("torch", "sm80", "bfloat16", 64, "causal"))
-    assert_fit(verdicts, DENSE)
-    counted = [verdict for verdict in verdicts if verdict.bound.tile.special]
-    assert len(counted) == 3
-    for verdict in counted:
-        threads = 32 * verdict.config.num_warps
-        loops = 2  # over the tiles with a mask and over those without
-        scores = loops * verdict.bound.tile.special
-        # The forward's rescaling takes a few more.
-        assert scores <= verdict.resources.ex2 * threads < 1.05 * scores
-
-
 SMALL = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
 FEW_KEYS = replace(SMALL, block_kv=32)
 FWD = FwdConfig(block_q=64, block_kv=64, num_warps=4, num_stages=1, q_in_registers=0)

@@ -1,4 +1,1 @@
-"""Judge every shipped configuration by its compiled code, without a GPU.
-
-``gate`` compiles every shipped configuration and lists failures; ``bound`` estimates a tile's time.
-"""
+"""Compile every shipped configuration, without a GPU, and list failures (``gate``)."""

@@ -1,4 +1,4 @@
-"""List the resources and the bound of every shipped configuration; needs no GPU."""
+"""List the resources of every shipped configuration; needs no GPU."""
 
 from __future__ import annotations
 
@@ -103,11 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     for (target, *names), of_table in groupby(verdicts, lambda v: _table_of(v.problem)):
         group, name = list(of_table), " ".join(names)
         is_narrow = console.width < _WIDTH_OF_ALL
-        for table in (
-            resource_table(group, f"{name} on {target}: resources of a kernel", is_narrow),
-            bound_table(group, f"{name} on {target}: bound of a tile", is_narrow),
-        ):
-            console.print(table)
+        title = f"{name} on {target}: resources of a kernel"
+        console.print(resource_table(group, title, is_narrow))
     failed = [verdict for verdict in verdicts if verdict.failures]
     for verdict in failed:
         fields = (verdict.kernel, *asdict(verdict.problem).values())
@@ -272,34 +269,6 @@ def resource_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = Fa
 def _without(grid: Grid, *titles: str) -> Grid:
     kept = [place for place, title in enumerate(grid[0]) if title not in titles]
     return [[row[place] for place in kept] for row in grid]
-
-
-def bound_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = False) -> Table:
-    """Return the bound of each kernel's tile; features with equal bounds share a row."""
-    titles = [*_LABELS, "bytes", "kFLOP", "FLOP/B", "multiply\ncycles", "special\ncycles",
-              "load\ncycles", "bound", "peak"]  # fmt: skip
-    rows = {}
-    for verdict in verdicts:
-        problem, limits = verdict.problem, verdict.bound
-        cycles = limits.cycles.values()
-        key = verdict.kernel, problem.dtype, problem.head_dim, verdict.config, limits.tile
-        row = [
-            *_label(verdict), str(limits.tile.bytes), f"{limits.tile.flops / 1000:.0f}",
-            f"{limits.intensity:.1f}", *(f"{number:.0f}" for number in cycles), limits.limit,
-            f"{next(iter(cycles)) / max(cycles):.0%}",
-        ]  # fmt: skip
-        rows.setdefault(key, row)
-    caption = (
-        "Of one step of the inner loop, or of one program where there is no loop. Cycles: of one "
-        "SM, for each resource alone (tuning/static/bound.py). Peak: the most that the bound "
-        "leaves of the multiplying units' rate. A feature that changes nothing has no row."
-    )
-    grid = [titles, *rows.values()]
-    if is_narrow:
-        grid = _without(grid, "tile", "bytes", "kFLOP", "FLOP/B", "multiply\ncycles",
-                        "special\ncycles", "load\ncycles")  # fmt: skip
-    options = NARROW if is_narrow else {}
-    return to_terminal(grid, title=title, caption=caption, **options)
 
 
 def _table_of(problem: Problem | Compilation) -> tuple[str, ...]:

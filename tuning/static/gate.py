@@ -14,7 +14,6 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from tuning.static.bound import Bound, bound, uses_tensor_cores
 from tuning.static.resources import Resources, measure
 from twin_attention.contract.paged_spec import (
     LATENT_DIM_MAX,
@@ -139,7 +138,6 @@ FAMILIES = {
     "jax": {"triton": TARGETS, "mosaic": TARGETS},
 }
 
-_COLUMN_PIECES = {"sm80": sm80.column_pieces, "sm90": sm90.column_pieces}
 _AOT = {
     ("torch", "triton"): "tuning.static.triton_aot",
     ("torch", "gluon"): "tuning.static.triton_aot",
@@ -290,7 +288,6 @@ class Verdict:
     kernel: str
     config: KernelConfig
     resources: Resources
-    bound: Bound
     failures: tuple[str, ...]
 
 
@@ -375,21 +372,14 @@ def compiler(
 
 
 def check(problem: Problem) -> list[Verdict]:
-    padded = {
-        "triton": padded_head_dim,
-        "gluon": lambda head_dim: sum(_COLUMN_PIECES[problem.target](head_dim)),
-        "mosaic": lambda head_dim: -(-head_dim // 16) * 16,
-    }[problem.family]
-    cap_functions = 2 if problem.family == "triton" else 1 if problem.target == "sm80" else 0
     verdicts = []
     for kernel, config, binary in _compile(problem):
         is_portable = "ttir" in getattr(binary, "asm", ())
         if problem.family == "gluon" and is_portable and find_kernel(kernel, type(config)).products:
             continue  # of the gradients of terms: the portable family's, with its configuration
         resources = measure(binary, problem.target)
-        limits = bound(kernel, problem.spec, config, problem.target, padded, cap_functions)
         found = failures(problem, kernel, config, resources)
-        verdicts.append(Verdict(problem, kernel, config, resources, limits, found))
+        verdicts.append(Verdict(problem, kernel, config, resources, found))
     return verdicts
 
 
@@ -469,6 +459,13 @@ def failures(
     if is_specialized and resources.serialized:
         found.append("waits for each wgmma")
     return tuple(found)
+
+
+def uses_tensor_cores(spec: AttentionSpec | DecodeSpec) -> bool:
+    """Return False for products in IEEE float32, which tensor cores do not have."""
+    if spec.dtype_bits < 32:
+        return True
+    return isinstance(spec, AttentionSpec) and spec.precision == "tf32"
 
 
 def _unrolls_wide_heads(spec: Any) -> bool:

@@ -57,16 +57,6 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def padded_keys(
-    spec: AttentionSpec | DecodeSpec, padded: Callable[[int], int] = padded_head_dim
-) -> int:
-    """Return the columns of a tile of keys; in a latent cache, of the value and of the rest."""
-    if not isinstance(spec, DecodeSpec) or not spec.cache.latent:
-        return padded(spec.head_dim)
-    rest = spec.head_dim - spec.head_dim_v
-    return padded(spec.head_dim_v) + (padded(rest) if rest else 0)
-
-
 @dataclass(frozen=True)
 class Row:
     """A row of a kernel's table; key: its values in the table's columns that are `KEYS`."""

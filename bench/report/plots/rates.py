@@ -13,8 +13,8 @@ from matplotlib.ticker import NullLocator
 from bench.peaks import Peak
 from bench.records import Record
 from bench.report.plots.style import Style, name_width, panels
+from bench.report.plots.svg import MUTED_COLOUR, RULE_COLOUR, legend, quiet
 from bench.report.tables import groups, labels, names
-from twin_attention.interop.rendering.plots import MUTED_COLOUR, RULE_COLOUR, legend, quiet
 
 PANEL_SHARE = 0.75  # of a panel's height, beside titles and ticks
 NAME_HEIGHT = 0.13  # inches of a line's name

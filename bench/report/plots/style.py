@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.records import Record
+from bench.report.plots.svg import COLOURS, MUTED_COLOUR, quiet
 from bench.report.tables import labels
-from twin_attention.interop.rendering.plots import COLOURS, MUTED_COLOUR, quiet
 
 Style = dict[str, Any]
 

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 from bench.records import Record
 from bench.report.plots.style import bars, name_width, panels
+from bench.report.plots.svg import COLOURS, MUTED_COLOUR, legend, quiet
 from bench.report.tables import groups, number, status
 from bench.report.training import trainings
 from bench.training.case import PHASES
 from bench.training.timeline import CATEGORIES, peak
-from twin_attention.interop.rendering.plots import COLOURS, MUTED_COLOUR, legend, quiet
 
 _PHASES: dict[str, str] = dict(zip(PHASES, (COLOURS[0], COLOURS[5], COLOURS[7]), strict=True))
 _CATEGORIES = dict(zip(CATEGORIES, (COLOURS[0], COLOURS[4], COLOURS[2], COLOURS[5], COLOURS[7]),

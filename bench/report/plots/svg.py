@@ -12,17 +12,14 @@ from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, distinct without red and green.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A7F00", "#555555")
-BUDGET_COLOUR = "#d62728"
 RULE_COLOUR = "#eeeeee"
 MUTED_COLOUR = "#6b6b70"
-PAPER_COLOUR = "#ffffff"
 # Variables of page.css, which follow the reader's light or dark mode.
 _PAGE_COLOURS = {
     "#000000": "currentColor",
     RULE_COLOUR: "var(--faint)",
     MUTED_COLOUR: "var(--muted)",
-    BUDGET_COLOUR: "var(--budget)",
-    PAPER_COLOUR: "var(--paper)",
+    "#ffffff": "var(--paper)",
     **{colour.lower(): f"var(--series-{i})" for i, colour in enumerate(COLOURS, 1)},
 }
 # What takes most bytes: the font, which is the page's, and rotations by 0.
