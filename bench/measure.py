@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from bench.first import FirstCallJob
 from bench.journal import VARIABLE, Journal
-from bench.parity import ParityJob
 from bench.records import origin
 from bench.registry import SUITES
 from bench.runner import NO_JOURNAL, AnyJob, Instruments, run_suite
@@ -133,7 +132,7 @@ def measure(
     from bench.peaks import peak_jobs
     from bench.timing import time_calls, wait_for
 
-    uses_card = not all(isinstance(job, ParityJob | FirstCallJob) for job in jobs)
+    uses_card = not all(isinstance(job, FirstCallJob) for job in jobs)
     peaks = peak_jobs() if setting.device == "cuda" and uses_card else []
     console = console_of(_LOG_WIDTH)
     console.rule(SUITES[name].title)

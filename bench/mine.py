@@ -20,7 +20,6 @@ from bench.anonymous import to_bytes
 from bench.journal import start_of_run
 from bench.measure import measure, prepare
 from bench.ours import FAMILY_NAMES
-from bench.parity import ParityJob
 from bench.records import append
 from bench.records import load as read
 from bench.registry import load
@@ -46,11 +45,7 @@ class Part(NamedTuple):
 
 
 PARTS = (
-    Part("parity", 0.25, (
-        "all-options", "full-bf16-d256-causal", "varlen-all-options", "decode-all-options",
-        "paged-mixed",
-    )),
-    Part("flash", 0.65, (
+    Part("flash", 0.6, (
         "4x4096x16x128-causal", "4x4096x32x64-causal", "4x4096x16x128", "1x16384x16x128-causal",
         "32x512x16x128-causal", "4x4096x8x256-causal",
     )),
@@ -118,7 +113,7 @@ def chosen(part: Part, target: str | None) -> list[AnyJob]:
     names = part.cases or tuple(dict.fromkeys(job.case["name"] for job in jobs))
     for name, job in product(names, jobs):
         if job.case["name"] == name:
-            found.append(job if isinstance(job, ParityJob) else _compared(job))
+            found.append(_compared(job))
     return found
 
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 Status = Literal[
     "planned", "ok", "failed", "absent", "out of memory", "refused by parity", "skipped"
 ]
-PARITY = "parity"  # the operation of a check that times nothing
 
 # Fields of cases that earlier records lack, and their defaults.
 LATER_FIELDS = {
@@ -64,8 +63,7 @@ class Record:
     """One implementation on one case; what is measured is None unless the status is "ok".
 
     operation: "forward", "backward", "both", "jvp", "decode" or "append"; of training also
-    "optimizer" and "step" (all three), of models "generate"; "peak" is a rate of the device, and
-    "parity" is untimed.
+    "optimizer" and "step" (all three), of models "generate"; "peak" is a rate of the device.
     target: None for a peer.
     status: "planned" until it is measured; "absent" if the peer does not do the case.
     message: the error behind the status.
@@ -112,8 +110,7 @@ class Record:
     def __post_init__(self) -> None:
         if self.status not in get_args(Status):
             raise ValueError(f"status: expected one of {get_args(Status)}, got {self.status!r}")
-        is_timed = self.status == "ok" and self.operation != PARITY
-        if (self.times is not None) != is_timed:
+        if (self.times is not None) != (self.status == "ok"):
             raise ValueError(f"times: expected only with status 'ok', got {self.status!r}")
 
     @property

@@ -3,8 +3,8 @@
 Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. Its texts are in
 `texts.toml`. It offers:
 
-- ``jobs(targets)``: a list of `Job`s, `TrainingJob`s, `ParityJob`s or `FirstCallJob`s, for each of
-  `targets`, the device's own first; (None,) is a CPU;
+- ``jobs(targets)``: a list of `Job`s, `TrainingJob`s or `FirstCallJob`s, for each of `targets`,
+  the device's own first; (None,) is a CPU;
 - ``COLUMNS``: its own columns, also asked for records without a time; a common column of the same
   title is left out;
 - ``tables(records)``, if it replaces the common tables, by heading.

@@ -17,7 +17,6 @@ from rich.progress import Progress, TaskID
 from bench.first import FirstCallJob
 from bench.job import Call, Check, Entry, Job, Timer
 from bench.journal import Journal
-from bench.parity import ParityJob
 from bench.records import Record, append, failed, load
 from bench.report.tables import brief
 from bench.sampling import Sampler
@@ -33,7 +32,7 @@ NO_JOURNAL = Journal()
 TIME_UP = "the time is up"
 
 Run = Callable[[], Any]
-AnyJob = Job | TrainingJob | ParityJob | FirstCallJob
+AnyJob = Job | TrainingJob | FirstCallJob
 
 
 class Instruments(NamedTuple):

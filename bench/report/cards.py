@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from bench.peaks import Peak, peaks
-from bench.records import PARITY, Record
+from bench.records import Record
 from bench.report.sections import facts
 from bench.report.tables import best_peer, by_case, by_operation, groups, number, ratio, runs
 from twin_attention.interop.parity.cases import DecodeCase
@@ -49,7 +49,7 @@ def title(run: Sequence[Record]) -> str:
 def _card(run: Sequence[Record]) -> Card:
     known = facts(run)
     shown = {name: known[name] for name in _SHOWN if name in known}
-    if checked := [r for r in run if r.operation == PARITY and r.error is not None]:
+    if checked := [r for r in run if not r.is_peer and r.error is not None]:
         right = sum(record.status == "ok" for record in checked)
         most = max(record.error or 0.0 for record in checked)
         shown["parity"] = (
@@ -59,9 +59,9 @@ def _card(run: Sequence[Record]) -> Card:
 
 
 def _grid(run: Sequence[Record]) -> Grid:
-    timed = [record for record in run if record.operation != PARITY and record.suite != "host"]
     rows = []
-    for suite in groups(timed, lambda record: record.suite).values():
+    of_device = (record for record in run if record.suite != "host")
+    for suite in groups(of_device, lambda record: record.suite).values():
         bounds = peaks(suite)
         for operation, group in by_operation(suite).items():
             peak = bounds.of(group[0])

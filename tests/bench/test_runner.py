@@ -3,14 +3,12 @@ import math
 import time
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from bench.job import Call, Entry, Job
-from bench.journal import Journal
-from bench.parity import ParityJob
 from bench.records import Times, load
 from bench.runner import NO_JOURNAL, Instruments, run_suite
 from bench.sampling import Sample, Sampler
@@ -319,22 +317,3 @@ def test_what_would_end_after_the_deadline_is_skipped(run):
     _, again, _ = run(*jobs, resume=True)
     assert [record.status for record in again[6:]] == ["ok"] * 4
     assert "skipped" not in printed.split("implementation")[1]
-
-
-def test_suspects_of_parity_run_alone(run, tmp_path, origin):
-    together = []
-
-    class Jobs(ParityJob):
-        def measure(self, planned, sampler, show):
-            together.append(list(planned))
-            return [replace(record, status="ok", error=0.5) for record in planned.values()]
-
-    @dataclass
-    class Case:
-        name: str
-
-    made = Jobs(Case("a"), (OURS, PEER))
-    journal = Journal()
-    journal.suspects = {made.plan(origin)[OURS].key}
-    run(made, journal=journal)
-    assert together == [[PEER], [OURS]]

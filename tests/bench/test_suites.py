@@ -30,7 +30,7 @@ from twin_attention.interop.parity.cases import (
 from twin_attention.interop.parity.subjects.absent import Absent
 
 TARGETS = ("sm90", "sm80")
-KERNELS = [name for name in SUITES if name not in (*ON_CPU, "parity", "first")]
+KERNELS = [name for name in SUITES if name not in (*ON_CPU, "first")]
 
 
 def jobs_of(suite, name=""):

@@ -190,5 +190,5 @@ def test_all_runs_every_suite_and_reports(gpu, measured, tmp_path):
 def test_ctrl_c_ends_all_and_what_is_measured_is_reported(gpu, measured, tmp_path):
     measured.codes["kvcache"] = 130
     assert command.main(["all", "--json", str(tmp_path / "bench.jsonl")]) == 130
-    assert measured.names == ["parity", "flash", "kvcache"]
+    assert measured.names == ["flash", "kvcache"]
     assert (tmp_path / "bench.md").exists()
