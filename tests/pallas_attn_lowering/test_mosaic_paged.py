@@ -225,7 +225,7 @@ def test_trees_and_cascades_are_refused(change, reason):
 
 def test_what_16_bytes_do_not_divide_is_refused():
     case = replace(CASE, kv_dtype="int8", head_dim=72)
-    message = "it has flash attention and paged attention alone; its copies of 16 bytes take"
+    message = "it has only flash attention and paged attention; its copies of 16 bytes take"
     with use_target("sm90"), pytest.raises(NotImplementedError, match=message):
         lower(mosaic(paged_decode), **operands(case))
 
