@@ -108,13 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(part: Part, target: str | None) -> list[AnyJob]:
-    found: list[Any] = []
     jobs = load(part.suite).jobs((target,))
     names = part.cases or tuple(dict.fromkeys(job.case["name"] for job in jobs))
-    for name, job in product(names, jobs):
-        if job.case["name"] == name:
-            found.append(_compared(job))
-    return found
+    return [_compared(job) for name, job in product(names, jobs) if job.case["name"] == name]
 
 
 def _compared(job: Any) -> AnyJob:

@@ -151,10 +151,16 @@ def _in_low_precision(inputs: Tensors, part: Part, ref: Tensors) -> Tensors:
     ):
         return lp
     coarse, fine = run(torch.bfloat16), run(torch.float32)
-    for name in lp.keys() - {*OF_ROWS}:
-        errors = [(x[name].double() - ref[name]).abs() for x in (coarse, fine)]
-        lp[name] = ref[name] + torch.maximum(errors[0] / 8, errors[1])
-    return lp
+
+    def error(results: Tensors, name: str) -> torch.Tensor:
+        return (results[name].double() - ref[name]).abs()
+
+    return {
+        name: fine[name]  # always of float32
+        if name in OF_ROWS
+        else ref[name] + torch.maximum(error(coarse, name) / 8, error(fine, name))
+        for name in lp
+    }
 
 
 def _exponents(inputs: Tensors, part: Part, ref: Tensors) -> torch.Tensor | None:

@@ -445,9 +445,8 @@ def failures(
             found.append("no wgmma")
     elif not resources.mma:
         found.append("no mma.sync")
-    is_specialized = target == "sm90" and is_explicit
-    if problem.family == "mosaic":
-        is_specialized &= not isinstance(config, DecodeConfig)
+    has_own_copies = problem.family == "mosaic" and isinstance(config, DecodeConfig)
+    is_specialized = target == "sm90" and is_explicit and not has_own_copies
     copies_itself = is_explicit and not is_specialized
     is_pipelined = target == "sm80" and config.num_stages > 1
     if (is_pipelined or copies_itself) and not resources.cp_async:
