@@ -312,16 +312,17 @@ LATENT = DecodeCase(
          "its pages have a power of two of keys, at least 16"),
     ],
 )  # fmt: skip
-def test_latent_caches_with_many_heads_run_in_the_explicit_kernels_if_asked(changes, reason):
+def test_latent_caches_with_many_heads_run_in_the_explicit_kernels(changes, reason):
     spec = replace(LATENT, **changes)
-    untimed = "its kernel of latent caches was not timed yet"
     for problem, operation in (
         (spec, "paged_decode"),
         (PagedSpec(**vars(spec)), "paged_attention"),
     ):
         backend, passed_over = choose("torch_attn", None, operation, problem, "sm90", True)
-        assert backend == Backend(TRITON, "sm90")
-        assert passed_over[1] == f"gluon: {reason or untimed}"
+        assert backend == Backend(GLUON_SM90 if reason is None else TRITON, "sm90")
+        assert passed_over[1:] == (() if reason is None else (f"gluon: {reason}",))
+        in_jax, _ = choose("pallas_attn", None, operation, problem, "sm90", True)
+        assert (in_jax.family.name == "gluon") == (reason is None)
         if reason is None:
             unsplit = replace(problem, num_splits=None)
             said = described("torch_attn", "sm90", unsplit, "gluon", operation)

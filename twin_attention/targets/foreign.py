@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from twin_attention.contract.cost import backward_flops, forward_flops
+from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
 from twin_attention.targets.kernels import Spec
@@ -24,7 +25,11 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     They win where both are as fast: JAX compiles Mosaic's kernels anew for each shape. Backwards
     that were not timed count as slower.
     """
-    if target != "sm90" or operation not in _LAUNCHES:
+    if target != "sm90":
+        return False
+    if isinstance(spec, DecodeSpec) and spec.cache.latent:
+        return True
+    if operation not in _LAUNCHES:
         return False
     if not isinstance(spec, AttentionSpec) or spec.has_lists:
         return False

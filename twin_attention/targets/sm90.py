@@ -70,8 +70,6 @@ def _too_wide(operation: str, spec: Spec) -> str | None:
 
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why the portable kernels are faster (docs/history/choices.md), or None."""
-    if isinstance(spec, DecodeSpec) and spec.cache.latent:
-        return "its kernel of latent caches was not timed yet"
     if not isinstance(spec, AttentionSpec):
         return None
     head_dim = max(spec.head_dim, spec.head_dim_v)
