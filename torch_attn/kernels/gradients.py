@@ -100,7 +100,8 @@ class BackwardKernels(NamedTuple):
     Attributes:
         dkdv: the kernel of dk and dv, or one for each, with the same operands.
         fused: how the first of `dkdv` also computes dq, where configured.
-        dq_prepares_rows: the dq kernel computes lse2 and delta.
+        rows_of_dq: returns the dq kernel's operands behind dout; prepares the rows, unless the
+            kernel does.
         terms_gradients: compute gradients of terms, by name, in portable kernels. Other kernels
             then take the terms before the mask. None without terms.
         item_counter: makes a launch's counter, which precedes sums, terms and mask.
@@ -110,7 +111,7 @@ class BackwardKernels(NamedTuple):
     dq: Kernel
     dkdv: tuple[Kernel, ...]
     fused: Fused | None = None
-    dq_prepares_rows: bool = False
+    rows_of_dq: Callable[[Computation], tuple[Any, ...]] = lambda x: x.prepared_rows()
     terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] | None = None
     item_counter: Callable[..., Tensor | None] | None = None
     mask_of: Callable[[str, AttentionOperands[Tensor], AttentionSpec, Backend], Mask] | None = None
@@ -147,6 +148,10 @@ class Computation:
         queries = offsets_of(self.operands).q, segments and segments.q
         preprocess(self.dout, self.out, self.statistics, self.spec, self.backend, *queries)
 
+    def prepared_rows(self) -> tuple[Tensor, Tensor]:
+        self.prepare_rows()
+        return self.statistics.lse2, self.statistics.delta
+
     def launch(
         self,
         name: str,
@@ -175,11 +180,8 @@ class Computation:
 
 def launch_dq(x: Computation) -> None:
     """Launch the dq kernel, and before it the preprocess if need be."""
-    *inputs, lse2, delta = x.inputs
-    rows = (x.out, x.statistics) if x.kernels.dq_prepares_rows else (lse2, delta)
-    if not x.kernels.dq_prepares_rows:
-        x.prepare_rows()
-    x.launch("flash_bwd_dq", x.kernels.dq, (*inputs, *rows, x.grads[0]), x.stored)
+    operands = (*x.inputs[:4], *x.kernels.rows_of_dq(x), x.grads[0])
+    x.launch("flash_bwd_dq", x.kernels.dq, operands, x.stored)
 
 
 def launch_dkdv(x: Computation) -> None:

@@ -63,8 +63,6 @@ def _too_wide(operation: str, spec: Spec) -> str | None:
         return f"with block masks or a result over other keys {reason}"
     if spec.head_dim != spec.head_dim_v:
         return f"unless they are equal, {reason}"
-    if operation == "flash_bwd" and (spec.is_packed or spec.terms):
-        return f"in a backward of packed sequences or with terms, {reason}"
     return None
 
 

@@ -60,14 +60,14 @@ def _full_varlen() -> Iterator[VarlenCase]:
 
 
 def _full_varlen_changes() -> Iterator[Change]:
-    for d, causal in product((16, 40, 64, 96, 128, 256), (False, True)):
+    for d, causal in product((16, 40, 64, 96, 128, 256, 512), (False, True)):
         yield f"d{d}{'-causal' if causal else ''}", {"head_dim": d, "causal": causal}
     yield "d192-dv128", {"head_dim": 192, "head_dim_v": 128}
     yield "window", {"window_size": (70, 5), "causal": False}
     yield "softcap", {"softcap": 5.0, "head_dim": 128}
     yield "sinks", {"sinks": True}
     yield "row-max", {"row_max": True, "sinks": True}
-    for d in (64, 128):
+    for d in (64, 128, 320):
         yield f"relative-d{d}", {"relative": 50, "head_dim": d, "alibi": "all"}
     yield "relative-any", {"relative": 300, "causal": False, "softcap": 5.0}
     for d in (64, 128):

@@ -6,6 +6,8 @@ head size 128 one gradient's accumulator fills the registers: dq, dk and dv each
 eight. Shah et al. 2024, FlashAttention-3, appendix B.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -14,12 +16,14 @@ from torch_attn.kernels.explicit.sections import PIECE, heads_with_sums, unfinis
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
 from torch_attn.kernels.gradients import (
     BackwardKernels,
+    Computation,
     Fused,
     OwnPasses,
     make_flash_bwd,
     prepare_postprocess,
 )
 from torch_attn.kernels.library.sequences import num_padded_rows
+from torch_attn.kernels.preprocess import Statistics
 from torch_attn.kernels.sm90.flash_bwd_bias import pairs_gradient
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
@@ -30,8 +34,8 @@ from torch_attn.kernels.tile_lists import listed_mask
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.family import Backend
-from twin_attention.targets.sm90 import has_large_heads
+from twin_attention.targets.family import Backend, portable_backend
+from twin_attention.targets.sm90 import first_columns, has_large_heads
 from twin_attention.targets.steps import keys_of_query
 
 # One consumer; Triton adds the other partitions' warps.
@@ -73,6 +77,12 @@ def _own_passes(
     return OwnPasses(sums, sums and beside_rows, members * with_sums)
 
 
+def _prepared_rows(x: Computation) -> tuple[Tensor, Statistics]:
+    """Prepare the rows in the portable kernel: 64 rows of dq do not fill a padded tile of them."""
+    replace(x, backend=portable_backend("torch_attn", x.backend.target)).prepare_rows()
+    return x.out, x.statistics._replace(lse=None)
+
+
 _SMALL = BackwardKernels(
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
@@ -82,7 +92,7 @@ _SMALL = BackwardKernels(
         splits=True,
         own_passes=_own_passes,
     ),
-    dq_prepares_rows=True,
+    rows_of_dq=lambda x: (x.out, x.statistics),
     terms_gradients=(pairs_gradient, relative_gradient),
     item_counter=item_counter,
     mask_of=listed_mask,
@@ -90,7 +100,9 @@ _SMALL = BackwardKernels(
 )
 _LARGE_DKDV = (flash_bwd_large_kernel, prepare_dk), (flash_bwd_large_kernel, prepare_dv)
 _flash_bwd_small = make_flash_bwd(_SMALL)
-_flash_bwd_large = make_flash_bwd(_SMALL._replace(dkdv=_LARGE_DKDV, fused=None))
+_LARGE = _SMALL._replace(dkdv=_LARGE_DKDV, fused=None)
+_flash_bwd_large = make_flash_bwd(_LARGE)
+_flash_bwd_halves = make_flash_bwd(_LARGE._replace(rows_of_dq=_prepared_rows))
 
 
 def flash_bwd(
@@ -104,4 +116,6 @@ def flash_bwd(
     backend: Backend,
 ) -> AttentionOperands[Tensor]:
     run = _flash_bwd_large if has_large_heads(spec) else _flash_bwd_small
+    if spec.is_packed and first_columns(spec.head_dim) < spec.head_dim:
+        run = _flash_bwd_halves
     return run(dout, dlse, operands, out, lse, rest, spec, backend)

@@ -40,8 +40,9 @@ def flash_bwd_dq_kernel(
     loop invariant and accumulation: as in the portable `flash_bwd_preprocess_kernel` and
     `flash_bwd_dq_kernel`; lse2 and delta are outputs.
 
-    With intervals in the mask dq is float32, passed as a pointer, and the program adds to it. lse2
-    and delta are then inputs, and lse and out are None; a tile that sees no key is passed over.
+    Without lse, lse2 and delta are inputs, and out is not read. With intervals in the mask lse and
+    out are None, dq is float32, passed as a pointer, and the program adds to it; a tile that sees
+    no key is passed over.
 
     out, out_strides: its descriptors and None. Where shared memory has no room for its rows, nor
         for more than NUM_STAGES - 1 tiles of v: its pointer and `Strides`.
@@ -97,7 +98,9 @@ def flash_bwd_dq_kernel(
             else (produce_keys, (
                 (q_tile, do_tile, out_tile, (k_tile,), (v_tile,)),
                 (q_full, do_full, out_full, q_read, (k_full,), (v_full,)), shared, counter_ptr,
-                (statistics.lse2, statistics.delta)
+                ()
+                if statistics.lse is None
+                else (statistics.lse2, statistics.delta)
                 if statistics.rest2 is None
                 else (statistics.lse2, statistics.delta, statistics.rest2),
                 (q, dout, out), ((k,), (v,)), problem, window_left, window_right, GROUP_SIZE,

@@ -37,7 +37,7 @@ from torch_attn.kernels.explicit.wgmma import (
     wait_product,
     zeros,
 )
-from torch_attn.kernels.library.sequences import count_sequence_tiles
+from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
 from torch_attn.kernels.sm90.halves import add_handed, first_columns, hand_over
@@ -271,7 +271,7 @@ def _clear_own(tile, full, problem, queries, place, slot, phase):
 def _load_lse(kernel, queries):
     """Return lse of the rows, +inf where a row does not exist; 0 where lse2 is an input."""
     lse = 0.0
-    if kernel.problem.intervals is None:
+    if kernel.statistics.lse is not None:
         lse = gl.load(
             kernel.statistics.lse + first_of_head(kernel, queries) + queries.rows,
             mask=queries.rows < queries.work.rows.end, other=float("inf"),
@@ -281,7 +281,7 @@ def _load_lse(kernel, queries):
 
 @gluon.jit
 def _row_statistics(kernel, queries, place, lse, slot_q, phase):
-    """Compute and store the rows' `RowStatistics` or, for a part, load them."""
+    """Compute and store the rows' `RowStatistics`, or load them."""
     problem, work, rows = kernel.problem, queries.work, queries.rows
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     ADDS: gl.constexpr = adds_terms(
@@ -290,12 +290,17 @@ def _row_statistics(kernel, queries, place, lse, slot_q, phase):
     padded_rows = count_sequence_tiles(problem.size, problem.num_sequences, ROW_PADDING)
     padded_rows *= ROW_PADDING
     padded = (work.batch * problem.heads_q + work.head).to(gl.int64) * padded_rows
-    if IS_PACKED:
-        padded += place.tile * kernel.block_q - place.start
+    if IS_PACKED and kernel.block_q == ROW_PADDING:
+        padded += place.tile * ROW_PADDING - place.start
+    elif IS_PACKED:
+        first = queries.first - queries.pairs.first
+        padded += first_tile(first, place.sequence, ROW_PADDING) * ROW_PADDING - first
     rest2 = 0.0
-    if problem.intervals is not None:
+    if kernel.statistics.lse is None:
         lse2 = gl.load(kernel.statistics.lse2 + padded + rows)
         delta = gl.load(kernel.statistics.delta + padded + rows)
+        if ADDS:
+            rest2 = gl.load(kernel.statistics.rest2 + padded + rows)
     else:
         exists = rows < work.rows.end
         delta = _dot_out(kernel, queries, slot_q, phase)
