@@ -101,7 +101,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
         for tree in ("", "drafts")
     ]
     planned += [(_batch(*shape, head_dim=d), everything) for d in (64, 256) for shape in VARIED]
-    explicit = ours.decode_factories(targets[:1], ("torch gluon",))
+    explicit = ours.decode_factories(targets[:1], ("torch gluon", "jax gluon"))
     mla = {Entry("FlashMLA"): flash_mla}
     planned += [(_latent(heads), native | explicit | mla) for heads in LATENT_HEADS]
     found = [decode_job(case, factories) for case, factories in planned]
