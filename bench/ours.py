@@ -41,7 +41,6 @@ NAMES = FAMILY_NAMES | VARIANTS
 FOREIGN_NAMES = {
     "jax gluon": ("pallas_attn", "gluon"),
     "jax torch_triton": ("pallas_attn", "torch_triton"),
-    "torch mosaic": ("torch_attn", "mosaic"),
 }
 CHOSEN_NAMES = (*FAMILY_NAMES, "jax gluon")  # those of them that None takes
 _CALLS = NAMES | FOREIGN_NAMES

@@ -1,8 +1,8 @@
-"""One model trains in JAX with Gluon's kernels, and in PyTorch with Mosaic's.
+"""One model trains in PyTorch and in JAX with the same kernels, in Gluon.
 
 ``python -m examples.two_frameworks_training`` gives both frameworks the same weights and text, and
-prints the losses before each step. If a framework cannot launch the other's kernels, it prints why,
-and the reference runs.
+prints the losses before each step. If a framework cannot launch the kernels, it prints why, and the
+reference runs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from models.weights import copy_to_jax
 
 STEPS, RATE = 20, 0.05  # so the loss falls smoothly: weights rounded otherwise move it by 0.001
 CONFIG = ModelConfig(256, 128, 256, num_layers=2, num_heads=2, num_heads_kv=1)
-KERNELS = {"jax": ("gluon", "reference"), "torch": ("mosaic", "reference")}
+KERNELS = ("gluon", "reference")
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}  # of the losses, from 5.6 to about 4
 
 
 def choose(framework: str, q: Any, k: Any) -> str:
-    """Return the first of a framework's `KERNELS` that runs; print why others do not.
+    """Return the first of `KERNELS` that a framework runs; print why others do not run.
 
     The framework is "jax" or "torch"; q and k are its tensors [B, S, heads, D].
     """
     api = {"jax": pallas_attn, "torch": torch_attn}[framework]
-    for name in KERNELS[framework]:
+    for name in KERNELS:
         try:
             said = api.explain(api.flash_attention, q, k, k, causal=True, implementation=name)
         except NotImplementedError as error:
@@ -106,7 +106,7 @@ def train_in_both(steps: int = STEPS) -> tuple[dict[str, list[float]], float]:
     Return each framework's losses, by its name and its kernels', and how much they may differ.
     """
     on_gpu = torch.cuda.is_available()
-    dtype = "bfloat16" if on_gpu else "float32"  # of kernels in Gluon and Mosaic, and of a CPU's
+    dtype = "bfloat16" if on_gpu else "float32"  # of Gluon's kernels, and of a CPU's
     torch.manual_seed(0)
     of_torch = torch_model.Transformer(
         CONFIG, device="cuda:0" if on_gpu else "cpu", compute_dtype=getattr(torch, dtype)
@@ -126,7 +126,7 @@ def train_in_both(steps: int = STEPS) -> tuple[dict[str, list[float]], float]:
 
 
 def main() -> int:
-    print("loss before each step, in JAX and in PyTorch with the other side's kernels:", flush=True)
+    print("loss before each step, in PyTorch and in JAX with the same kernels:", flush=True)
     losses, tolerance = train_in_both()
     for name, values in losses.items():
         print(f"{name:16}", *(f"{x:.4f}" for x in values))

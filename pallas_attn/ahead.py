@@ -1,17 +1,14 @@
-"""Compile Mosaic GPU kernels in threads, before XLA does, or hand them to another framework.
+"""Compile Mosaic GPU kernels in threads, before XLA does.
 
-JAX's CUDA plugin compiles the lowered module, for XLA or ``interop/kernels/mosaic.py``. Checked
-with JAX 0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.py`` in
-``tests/pallas_attn_lowering`` guard it.
+JAX's CUDA plugin compiles the lowered module. Checked with JAX 0.11.2;
+``tests/pallas_attn_lowering/test_compile_beside.py`` guards it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,37 +24,17 @@ class Lowered(NamedTuple):
 
     module: bytes
     hash: bytes
-    num_operands: int
-    num_results: int
-
-
-_collected: ContextVar[list[Lowered] | None] = ContextVar("collected", default=None)
 
 
 def note_lowered(results: Sequence[Any]) -> None:
-    """Hand a lowered kernel to `lowered_kernels`, or compile it in a thread."""
+    """Compile a lowered kernel in a thread, if its device is known."""
     try:
-        call = results[0].owner
-        config = call.attributes["mhlo.backend_config"]
+        config = results[0].owner.attributes["mhlo.backend_config"]
         module, hash = (config[name].value_bytes for name in ("module", "kernel_hash"))
     except (AttributeError, KeyError):  # of another JAX; XLA compiles the kernel
         return
-    kernel = Lowered(module, hash, len(call.operands), len(call.results))
-    if (collected := _collected.get()) is not None:
-        collected.append(kernel)
-    elif (device := compiled_for()) is not None:
-        compile_beside(kernel, device)
-
-
-@contextmanager
-def lowered_kernels() -> Iterator[list[Lowered]]:
-    """Compile no kernel that is lowered in the block; yield a list of them."""
-    found: list[Lowered] = []
-    token = _collected.set(found)
-    try:
-        yield found
-    finally:
-        _collected.reset(token)
+    if (device := compiled_for()) is not None:
+        compile_beside(Lowered(module, hash), device)
 
 
 def compile_beside(kernel: Lowered, device: Device) -> Future[None]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_attn.calls import CALLS, Call, is_recorded
 from torch_attn.dispatch import check_implementation
-from torch_attn.operands import in_float32, is_compact, operand, rows_aligned
+from torch_attn.operands import in_float32, operand, rows_aligned
 from torch_attn.operators import Operator, schema
 from twin_attention.contract.operands import CONSTANTS, WIDENED, describe_operands
 from twin_attention.contract.paged_spec import DecodeOptions
@@ -102,7 +102,7 @@ class Attention(ABC):
     def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
         spec = self._check(describe_operands(operands, operand), options)
         first = [x for x in operands[:3] if x is not None]
-        return replace(spec, placement=Placement(rows_aligned(*first, *read), is_compact(*first)))
+        return replace(spec, placement=Placement(rows_aligned(*first, *read)))
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
         given = tuple(arguments.pop(name) for name in self.operands._fields)

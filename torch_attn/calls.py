@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torch_attn import private
-from torch_attn.dispatch import alignment_of, choose, log_choice
+from torch_attn.dispatch import choose, log_choice
 from torch_attn.operands import ALIGNED
 from torch_attn.replay import Replay, capture
 from twin_attention.targets.config import requested_configs
@@ -37,8 +37,7 @@ _PLAIN = (Tensor, Parameter)
 class Guard:
     """Recognises operands of the same layouts and modes; one tensor as two operands is rejected."""
 
-    def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
-        self._alignment = alignment
+    def __init__(self, operands: tuple[Any, ...]) -> None:
         given = [i for i, x in enumerate(operands) if x is not None]
         self._count, first = len(given), given[0]
         # itemgetter(i) returns an item, not a tuple.
@@ -52,7 +51,7 @@ class Guard:
         return (
             self._check(*tensors)
             and len([x for x in operands if x is not None]) == self._count
-            and not [x for x in tensors if x.data_ptr() % self._alignment]
+            and not [x for x in tensors if x.data_ptr() % ALIGNED]
         )
 
 
@@ -73,7 +72,6 @@ class Call:
             _start_triton()
         self.backend, _ = choose(name, operation, device, spec)
         log_choice(name, operation, device, spec)
-        self.alignment = alignment_of(others[-1])
         self.is_kept = self.is_recorded = False
         self.guard: Guard | None = None
         self._host = partial(run, self.backend.family.function(operation), spec, self.backend)
@@ -110,7 +108,7 @@ def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
     return function, options, types, enabled, requested_target(), requested_configs()
 
 
-def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | None:
+def _key(options_key: Key, operands: tuple[Any, ...]) -> Key | None:
     """Return what a call depends on except values; None if the dispatcher has to see the call."""
     if (
         private.len_dispatch_stack()
@@ -118,14 +116,14 @@ def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | N
         or private.transforms_active()
     ):
         return None
-    layouts = _layouts(operands, alignment)
+    layouts = _layouts(operands)
     # In forward mode, operators below the dispatcher are called without tangents.
     if layouts is None or ((recorded := is_recorded(operands)) and private.may_be_dual()):
         return None
     return options_key, layouts, recorded
 
 
-def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:
+def _layouts(operands: tuple[Any, ...]) -> Key | None:
     """Return the operands' layouts; None if one is no plain CUDA tensor."""
     if type(operands[0]) not in _PLAIN or not operands[0].is_cuda:
         return None
@@ -135,7 +133,7 @@ def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:
             if x is None:
                 layouts.append(None)
             elif type(x) in _PLAIN and not (x.is_neg() or x._is_zerotensor()):
-                aligned = x.data_ptr() % alignment == 0
+                aligned = x.data_ptr() % ALIGNED == 0
                 place = x.get_device(), aligned
                 layouts.append((x.shape, x.stride(), x.dtype, *place, x.requires_grad))
             else:
@@ -190,12 +188,12 @@ class Calls:
             and not private.may_be_dual()
         ):
             return last
-        key = _key(options_key, operands, alignment_of(options[-1]))
+        key = _key(options_key, operands)
         call = None if key is None else self.by_key.get(key)
         if call is not None:
             self.last[options_key] = call
             if call.guard is not None and not call.guard(operands):  # kept elsewhere in dispatch
-                call.guard = Guard(operands, call.alignment)
+                call.guard = Guard(operands)
         return call
 
     def keep(
@@ -209,12 +207,12 @@ class Calls:
         if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
             return False
         options_key = _options_key(function, options)
-        key = _key(options_key, operands, call.alignment)
+        key = _key(options_key, operands)
         if key is None:
             return False
         call.is_recorded = is_recorded(operands)
-        if all(x is None or x.data_ptr() % call.alignment == 0 for x in operands):
-            call.guard = Guard(operands, call.alignment)
+        if all(x is None or x.data_ptr() % ALIGNED == 0 for x in operands):
+            call.guard = Guard(operands)
         try:
             self.by_key[key] = self.last[options_key] = call
         except TypeError:  # an option that has no hash

@@ -108,9 +108,9 @@ def paged_decode(
             these. No effect with alibi_slopes, a window to the left, more than 32 query rows
             (tokens times query heads) per kv head, or more than 1024 sequences. Not with
             num_splits.
-        implementation: "mosaic" (pallas_attn's Mosaic GPU kernels), "gluon" (an explicit
-            kernel for SM90 and latent caches with many heads), "triton", "reference" (copies the
-            keys out of their pages) or None, as in `flash_attention`.
+        implementation: "gluon" (an explicit kernel for SM90 and latent caches with many heads),
+            "triton", "reference" (copies the keys out of their pages) or None, as in
+            `flash_attention`.
 
     Returns:
         out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse [B,

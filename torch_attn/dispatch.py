@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from torch_attn import families
-from torch_attn.operands import ALIGNED, COMPACT
 from torch_attn.targets import num_sms, target_of
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.validate.options import check_choice
@@ -15,10 +14,9 @@ from twin_attention.targets.describe import describe, function_of, log_once
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 
-Implementation = Literal["gluon", "triton", "reference", "mosaic"]
+Implementation = Literal["gluon", "triton", "reference"]
 IMPLEMENTATIONS = get_args(Implementation)
 LOGGER = logging.getLogger(families.PACKAGE)
-_FOREIGN = frozenset(x.name for x in families.FOREIGN)
 
 
 def check_implementation(implementation: Implementation | None) -> None:
@@ -48,8 +46,3 @@ def log_choice(
 ) -> None:
     if LOGGER.isEnabledFor(logging.DEBUG):
         log_once(LOGGER, operation, spec, describe_choice(implementation, operation, device, spec))
-
-
-def alignment_of(implementation: Any) -> int:
-    """Return the bytes that operands' addresses must be multiples of."""
-    return COMPACT if implementation in _FOREIGN else ALIGNED

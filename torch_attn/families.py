@@ -1,13 +1,12 @@
-"""The kernel families of this side, and those of `pallas_attn` that it launches."""
+"""The kernel families of this side."""
 
 from __future__ import annotations
 
 from twin_attention.targets import family, sm80, sm90
-from twin_attention.targets.family import Family, foreign_family
+from twin_attention.targets.family import Family
 from twin_attention.targets.kernels import Spec
 
 PACKAGE = "torch_attn"
-_IN_TORCH = "twin_attention.interop.kernels.in_torch"
 
 
 def _gluon_sm80_covers(operation: str, spec: Spec, target: str | None) -> str | None:
@@ -38,8 +37,4 @@ FAMILIES = (
            covers=_triton_covers),
     Family("reference", PACKAGE),
 )  # fmt: skip
-FOREIGN = tuple(
-    foreign_family("mosaic", "pallas_attn", folder, _IN_TORCH)
-    for folder in ("sm80", "sm90", "paged")
-)
-family.FAMILIES[PACKAGE], family.FOREIGN[PACKAGE] = FAMILIES, FOREIGN
+family.FAMILIES[PACKAGE], family.FOREIGN[PACKAGE] = FAMILIES, ()

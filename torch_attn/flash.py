@@ -131,9 +131,8 @@ def flash_attention(
             pages, so training and serving agree (docs/semantics.md). Implies ``deterministic=True``
             and torch_attn's Triton kernels.
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton" (Triton kernels; on a
-            CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels, on torch's
-            stream), "reference" (plain torch in float32, O(Sq · Skv) memory), or None: the fastest
-            kernels for the problem on a CUDA device, the reference elsewhere.
+            CPU in Triton's interpreter), "reference" (plain torch in float32, O(Sq · Skv) memory),
+            or None: the fastest kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [B, Hq, Sq],

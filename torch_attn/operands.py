@@ -10,8 +10,7 @@ from torch import Tensor
 from twin_attention.contract.validate.errors import fail, not_a_tensor
 from twin_attention.contract.validate.operands import Operand
 
-# A tensor's alignment in bytes, for TMA and Triton, and for JAX's kernels.
-ALIGNED, COMPACT = 16, 256
+ALIGNED = 16  # bytes, for TMA and Triton
 _NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -71,19 +70,6 @@ def rows_aligned(*tensors: Tensor) -> bool:
 def aligned(x: Tensor) -> Tensor:
     """Return the tensor, copied if its rows are not aligned."""
     return x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-def is_compact(*tensors: Tensor) -> bool:
-    """Return True if each tensor lies in memory as a JAX array does.
-
-    Its elements fill one block, which begins at a multiple of 256 bytes, in the order of its axes.
-    """
-    return all(x.is_contiguous() and _start(x) % COMPACT == 0 for x in tensors)
-
-
-def compact(x: Tensor) -> Tensor:
-    """Return the tensor, copied if it is not compact."""
-    return x if is_compact(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _start(x: Tensor) -> Any:

@@ -79,8 +79,8 @@ def paged_attention(
         num_splits: as in `paged_decode`, for the keys of some tokens; the bits stay the same for
             the same Tq and B.
         implementation: "gluon" (explicit kernels for SM90, and long chunks or latent caches with
-            many heads), "mosaic" (pallas_attn's, for long chunks), "triton", "reference" (O(Tq · B
-            · max_pages · page_size) memory) or None, as in `flash_attention`.
+            many heads), "triton", "reference" (O(Tq · B · max_pages · page_size) memory) or None,
+            as in `flash_attention`.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in

@@ -47,8 +47,8 @@ AT_LENGTH, AT_HEAD_DIM = 4096, 128
 ONE_LENGTH = ("eager", "jax.nn cuDNN")
 ONE_TARGET = ("jax triton", "jax gluon")  # the other one at `AT_LENGTH` alone
 ONE_SHAPE = (
-    "torch triton compiled", "torch mosaic", "jax torch_triton", "FlexAttention", "jax.nn XLA",
-    "jax Pallas mha", "tokamax Triton",
+    "torch triton compiled", "jax torch_triton", "FlexAttention", "jax.nn XLA", "jax Pallas mha",
+    "tokamax Triton",
 )  # fmt: skip
 
 

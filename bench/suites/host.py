@@ -89,7 +89,7 @@ def _flash(target: str) -> Factories:
         Entry("torch triton", target): partial(_our_flash, "torch_attn"),
         Entry("torch triton compiled", target): partial(_our_flash, "torch_attn", wrap=_compiled),
         Entry("jax triton", target): partial(_our_flash, "pallas_attn"),
-        **_by_name(_our_flash, ("torch gluon", "torch mosaic", "jax mosaic", "jax gluon"), target),
+        **_by_name(_our_flash, ("torch gluon", "jax mosaic", "jax gluon"), target),
         Entry("SDPA"): SDPA,
         Entry("SDPA compiled"): _sdpa_compiled,
         Entry("FA2"): partial(sdpa_operator, "flash"),
@@ -137,7 +137,6 @@ def _decode(target: str) -> DecodeFactories:
         Entry("torch triton", target): partial(in_torch, wrap=_as_it_is),
         Entry("torch triton compiled", target): partial(in_torch, wrap=_compiled),
         Entry("jax triton", target): partial(_our_decode, "pallas_attn", wrap=_jitted),
-        **_by_name(_our_decode, ("torch mosaic",), target, wrap=_as_it_is),
         **_by_name(_our_decode, ("jax mosaic", "jax torch_triton"), target, wrap=_jitted),
         Entry("FlashInfer"): DECODE["FlashInfer"],
     }

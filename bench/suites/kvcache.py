@@ -86,7 +86,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
     for case in map(_sweep, SWEEP):
         wide = replace(case, name=f"{case.name}-wide", max_pages=WIDE_TABLE // case.page_size)
         planned.append((wide, native if case.lengths[0] in SWEEP_IN_FULL else torch_twin))
-    foreign = ours.decode_factories(targets[:1], ("torch mosaic", "jax torch_triton"))
+    foreign = ours.decode_factories(targets[:1], ("jax torch_triton",))
     planned += [(_batch(*shape), everything | foreign) for shape in BATCHES]
     planned += [(_batch(*shape, tokens=4), native | peers) for shape in BATCHES]
     planned += [

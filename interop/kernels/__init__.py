@@ -1,5 +1,4 @@
-"""Kernels across the frameworks: of `torch_attn` in JAX, and of `pallas_attn` in PyTorch.
+"""Kernels of `torch_attn` in JAX.
 
-The sides know only `in_jax` and `in_torch`, which import the other framework when asked for a
-kernel.
+`pallas_attn` knows only `in_jax`, which imports PyTorch when asked for a kernel.
 """

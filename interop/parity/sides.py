@@ -19,7 +19,6 @@ from twin_attention import __version__
 from twin_attention.contract.context import shard_sequence
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.operands import CONSTANTS
-from twin_attention.contract.spec import Placement
 from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
@@ -87,8 +86,6 @@ class Ours(Subject):
         families, spec = self._families(), case.spec
         if self.target is None and families[0].is_foreign and not invariant.is_asked_of(spec):
             return "the other side interprets the same kernels"
-        if self.side == "torch_attn" and getattr(case, "layout", None) == "strided":
-            spec = replace(spec, placement=Placement(compact=False))
         if isinstance(case, ContextCase):
             if self.side == "pallas_attn" and case.way == "gather":
                 return "under `vmap` JAX does not differentiate a sum over ranks"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_attn.fusions import fusion
 from pallas_attn.kernels.library.mask import mask_of_keys, mask_of_queries
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -139,7 +138,6 @@ def make_flash_bwd(
     return flash_bwd
 
 
-@fusion
 def sinks_gradient(
     sinks: Array,
     lse2: Array,

@@ -50,7 +50,7 @@ EXPLICIT = ("torch gluon", "jax mosaic")
 CHUNKS = [n for n in EXPLICIT if ours.has_chunks(n, prefill.cases()[0].spec, "sm90")]
 NATIVE = on_hopper("jax mosaic", *PORTABLE, "torch triton graph") | set(DECODE)
 DECODES = NATIVE | both("jax mosaic", *PORTABLE)
-FOREIGN_DECODES = on_hopper("torch mosaic", "jax torch_triton")
+FOREIGN_DECODES = on_hopper("jax torch_triton")
 TORCH_DECODES = on_hopper("torch triton", "torch triton graph")
 HOST = on_hopper(*PORTABLE, "torch triton compiled")
 
@@ -95,7 +95,7 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("context", "lognormal-d128-4x8192-balanced", on_hopper(*context.RANKS, *(
             f"{x} {y}" for x in ("torch", "jax") for y in ("dense", "triton dense")))),
         ("host", "1x128x8x64-causal",
-         HOST | on_hopper(*EXPLICIT, "torch mosaic", "jax gluon")
+         HOST | on_hopper(*EXPLICIT, "jax gluon")
          | {"SDPA", "SDPA compiled", "FA2", "cuDNN", "jax.nn cuDNN"}),
         ("host", "2-sequences-1-split", HOST | FOREIGN_DECODES
          | on_hopper("jax mosaic") | {"FlashInfer"}),
@@ -109,7 +109,7 @@ def test_who_is_timed(suite, name, subjects):
 
 
 SLOW = {"FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton"}
-SLOW |= both("torch triton compiled", "torch mosaic", "jax torch_triton")
+SLOW |= both("torch triton compiled", "jax torch_triton")
 
 
 @pytest.mark.parametrize(

@@ -16,5 +16,5 @@ def test_both_frameworks_have_the_same_losses(monkeypatch, capsys, torch_device)
     printed = capsys.readouterr().out
     if torch_device == "cpu":
         assert names == ["torch reference", "jax reference"]
-        assert "torch: no mosaic: implementation: expected" in printed
+        assert "torch: no gluon: implementation: expected" in printed
         assert "jax: no gluon: implementation: expected" in printed

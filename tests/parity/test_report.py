@@ -84,18 +84,18 @@ def test_an_error_anywhere_fails_the_case(change, ok):
 
 
 def test_the_matrix_has_every_family_in_every_framework():
-    ours, theirs = "torch_attn mosaic sm90", "pallas_attn mosaic sm90"
+    ours, theirs = "pallas_attn gluon sm90", "torch_attn gluon sm90"
     equal = replace(GOOD, max_error=0.0, rmse=0.0)
     comparisons = [
         *(Comparison(subject, ORACLE, "out", GOOD) for subject in (ours, theirs)),
         Comparison(ours, theirs, "out", equal),
         Comparison(ours, theirs, "dq", GOOD),
     ]
-    runs = [RunRecord(ours, 1.5, "mosaic"), RunRecord(theirs, error="ValueError: no")]
+    runs = [RunRecord(ours, 1.5, "gluon"), RunRecord(theirs, error="ValueError: no")]
     case = CaseResult("case", asdict(FlashCase("case")), 2.0, runs, comparisons)
     page = to_page(report(case))
     matrix = page.partition("Every kernel in every framework</h2>")[2].partition("<h2>")[0]
-    assert f">{ours} (pallas_attn)" in matrix
+    assert f">{ours} (torch_attn)" in matrix
     assert f"same bits: {ours} and {theirs}" in matrix or f"{theirs} and {ours}" in matrix
     cells = re.findall(r"<td[^>]*>([^<]*)", matrix)
     assert cells[0].strip() == "flash_attention"

@@ -37,12 +37,12 @@ def test_each_target_is_a_group_and_the_reference_runs_once():
 
 def test_explicit_kernels_run_for_their_target_alone():
     of_sm80 = [
-        "torch_attn gluon sm80", "pallas_attn gluon sm80", "torch_attn mosaic sm80",
-        "pallas_attn mosaic sm80", "torch_attn triton sm80", "pallas_attn triton sm80",
+        "torch_attn gluon sm80", "pallas_attn gluon sm80", "pallas_attn mosaic sm80",
+        "torch_attn triton sm80", "pallas_attn triton sm80",
     ]  # fmt: skip
     of_sm90 = [
-        "torch_attn gluon sm90", "pallas_attn gluon sm90", "torch_attn mosaic sm90",
-        "pallas_attn mosaic sm90", "torch_attn triton sm90", "pallas_attn triton sm90",
+        "torch_attn gluon sm90", "pallas_attn gluon sm90", "pallas_attn mosaic sm90",
+        "torch_attn triton sm90", "pallas_attn triton sm90",
     ]  # fmt: skip
     for targets, expected in (
         (("sm90", "sm80"), [of_sm90, of_sm80]),

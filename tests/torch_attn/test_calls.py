@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attn import append_kv, calls, flash_attention, paged_decode, private
 from torch_attn.calls import CALLS, Call, Guard, is_recorded
-from torch_attn.dispatch import alignment_of, choose
+from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec, FlashOptions
@@ -69,20 +69,6 @@ def test_the_same_call_is_recognised(gpu):
     assert (call.spec, call.backend.target, call.backend.family.name) == (SPEC, "sm90", "gluon")
     assert CALLS.find("g", (Fake(), None), OPTIONS) is None
     assert CALLS.find("f", (Fake(), Fake()), OPTIONS) is None
-
-
-def test_calls_of_kernels_of_jax_are_recognised_at_multiples_of_256_bytes(gpu):
-    options = (*OPTIONS[:-1], "mosaic")
-    call = Call("flash_fwd", DENSE.run, SPEC, torch.device("cuda", 0), (None,))
-    call.alignment = alignment_of("mosaic")
-    assert CALLS.keep("f", (Fake(pointer=512),), options, call)
-    assert CALLS.find("f", (Fake(pointer=1024),), options) is call
-    assert CALLS.find("f", (Fake(pointer=528),), options) is None
-    memory = torch.zeros(256)
-    start = -memory.data_ptr() % 256 // 4
-    of_start, at_16, at_256 = (memory[start + i :][:64] for i in (0, 4, 64))
-    assert [Guard((of_start,), 256)((x,)) for x in (at_256, at_16)] == [True, False]
-    assert Guard((of_start,))((at_16,))
 
 
 def test_another_layout_or_option_is_looked_at_anew(gpu):

@@ -140,12 +140,9 @@ class Placement:
     """Where operands lie in memory, which no result depends on.
 
     rows_aligned: every row begins at a multiple of 16 bytes, as TMA needs.
-    compact: q, k and v lie in memory as JAX arrays do: each fills one block in the order of its
-        axes, beginning at a multiple of 256 bytes.
     """
 
     rows_aligned: bool = True
-    compact: bool = True
 
 
 class Traits:

@@ -83,7 +83,7 @@ class Problem:
     spread: standard deviation of q and k.
     hiding: one of `HIDING`, put into some values of a term.
     hook: how tensors saved by autograd return: one of `HOOKS`, or "" for unchanged.
-    jax: also run what JAX compiles for each shape: pallas_attn, and its kernels in torch.
+    jax: also run what JAX compiles for each shape.
     """
 
     case: Case

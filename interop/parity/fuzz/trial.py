@@ -25,13 +25,12 @@ from twin_attention.interop.parity.fuzz.memory import (
 from twin_attention.interop.parity.fuzz.problems import Problem, hidden_values
 from twin_attention.interop.parity.fuzz.schedules import InvariantCase, differing_bits
 from twin_attention.interop.parity.harness import describe
-from twin_attention.interop.parity.inputs import POOLS, Tensors, make_inputs
+from twin_attention.interop.parity.inputs import Tensors, make_inputs
 from twin_attention.interop.parity.oracle import Expectation, expectations, parts_of
 from twin_attention.interop.parity.records import CaseResult, Comparison, RunRecord
 from twin_attention.interop.parity.subjects.absent import Absent
 from twin_attention.interop.parity.subjects.subject import Run, Subject, taken_by
 from twin_attention.interop.parity.workers import tell
-from twin_attention.targets.family import FOREIGN
 
 REFUSED = "NotImplementedError: implementation: "
 
@@ -55,7 +54,7 @@ def run_problem(problem: Problem, groups: list[list[Subject]], device: str) -> C
         for subject in (subject for group in groups for subject in group):
             if subject.supports(problem.case) is not None:
                 continue
-            if _compiles_each_shape(subject) and not problem.jax:
+            if not (_is_torch(subject) or problem.jax):
                 continue
             record, found = _run_subject(subject, problem, values)
             runs += [] if record is None else [record]
@@ -110,7 +109,9 @@ def _run_subject(
     for name in _rounds(subject, problem):
         inputs, expected = values(subject, name == "again")
         tell(f"{subject.label}, {name}")
-        inputs = _without_refused_strides(subject, inputs)
+        if not _is_torch(subject):  # JAX's arrays have no strides
+            contiguous = torch.contiguous_format
+            inputs = {x: y.clone(memory_format=contiguous) for x, y in inputs.items()}
         try:
             results = _run_round(run, subject, problem, inputs, name)
             check_layout(results, inputs, problem.case.spec, name)
@@ -121,7 +122,7 @@ def _run_subject(
             return RunRecord(subject.label, refused=str(reason)), comparisons
         except Exception as failure:
             text = describe(failure)
-            if text.startswith(REFUSED) and not _is_readable(subject, inputs):
+            if text.startswith(REFUSED) and not _is_readable(inputs):
                 return None, comparisons
             return RunRecord(subject.label, error=f"{name}: {text}"), comparisons
         case = _again(problem.case) if name == "again" else problem.case
@@ -176,33 +177,8 @@ def _is_torch(subject: Subject) -> bool:
     return subject.framework == "torch"
 
 
-def _without_refused_strides(subject: Subject, inputs: Tensors) -> Tensors:
-    """Make contiguous the inputs that the subject takes in no other layout.
-
-    JAX arrays have no strides. JAX's kernels in torch refuse pools with gaps; they copy other
-    operands or refuse the whole problem (`_is_readable`).
-    """
-    names = (*inputs,)
-    if _is_torch(subject):
-        names = POOLS if _has_no_strides(subject) else ()
-    contiguous = torch.contiguous_format
-    return inputs | {x: inputs[x].clone(memory_format=contiguous) for x in names if x in inputs}
-
-
-def _compiles_each_shape(subject: Subject) -> bool:
-    return not _is_torch(subject) or _has_no_strides(subject)
-
-
-def _has_no_strides(subject: Subject) -> bool:
-    return subject.label.startswith(
-        tuple(f"torch_attn {family.name}" for family in FOREIGN.get("torch_attn", ()))
-    )
-
-
-def _is_readable(subject: Subject, inputs: Tensors) -> bool:
+def _is_readable(inputs: Tensors) -> bool:
     """Return False for rows or addresses whose alignment a subject may refuse."""
-    if _has_no_strides(subject):
-        return all(x.data_ptr() % 256 == 0 and x.is_contiguous() for x in inputs.values())
     return all(
         x.data_ptr() % 16 == 0
         and all(n == 1 or stride * x.itemsize % 16 == 0
