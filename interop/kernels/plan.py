@@ -1,4 +1,4 @@
-"""Record what a host function does, so that another framework can do it instead.
+"""Record what a host function of `torch_attn` does, so that JAX can do it instead.
 
 A host function allocates memory, computes a little and launches kernels; these steps follow from
 its operands' shapes.
@@ -25,34 +25,32 @@ class Value:
 
 
 class Operation(NamedTuple):
-    """An operation of the host function's framework; arguments and results have `Value` for arrays.
+    """An operation of torch; arguments have `Value` for arrays.
 
-    `name` is, for torch, an operator's, or "set", which writes a tensor at an index of an axis
-    (tensor, axis, index, what to write). For JAX it is that of a `pallas_attn.fusions.fusion`;
-    "full", an array filled with a number; "reshape"; or "bitcast", the same memory in another
-    dtype.
+    `name` is an operator's, or "set", which writes a tensor at an index of an axis (tensor, axis,
+    index, what to write).
     """
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[Value, ...]
+    result: Value
 
 
 class Kernel(NamedTuple):
     """The launch of a kernel.
 
-    code: a `known.Code` of `torch_attn`, or the operation of a JAX trace.
-    operands: its memory, results included; NumPy arrays are constants, None is unused memory.
+    code: a `known.Code`.
+    operands: its memory, results included; None is unused memory.
     read, written: positions of operands with values before and after it.
     zeroed: which of these are 0 before it.
     """
 
     code: Any
-    operands: tuple[Any, ...]
+    operands: tuple[Value | None, ...]
     read: tuple[int, ...]
     written: tuple[int, ...]
-    zeroed: tuple[int, ...] = ()
+    zeroed: tuple[int, ...]
 
 
 class Plan(NamedTuple):

@@ -126,9 +126,8 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
             continue
         if step.name not in _OPERATIONS:
             fail(NotImplementedError, operation, f"one of {[*_OPERATIONS]}", step.name)
-        (result,) = step.results
         args = map(value_of, step.args)
-        values[result.number] = _OPERATIONS[step.name](*args, **step.kwargs)
+        values[step.result.number] = _OPERATIONS[step.name](*args, **step.kwargs)
     return jax.tree.map(value_of, plan.results)
 
 

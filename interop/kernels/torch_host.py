@@ -171,7 +171,7 @@ class _TorchWriter:
             for name, x in kwargs.items()
             if not isinstance(x, torch.memory_format)  # all arrays are contiguous
         }
-        self.steps.append(Operation(name, self.values_in(args), kwargs, (self._value(result),)))
+        self.steps.append(Operation(name, self.values_in(args), kwargs, self._value(result)))
 
     def _launch(self, launch: Launch, tensors: tuple[Tensor, ...]) -> None:
         # A carry that is written and the result in its memory are one operand.
