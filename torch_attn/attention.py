@@ -20,7 +20,7 @@ from torch_attn.operands import in_float32, operand, rows_aligned
 from torch_attn.operators import Operator, schema
 from twin_attention.contract.operands import CONSTANTS, WIDENED, describe_operands
 from twin_attention.contract.paged_spec import DecodeOptions
-from twin_attention.contract.spec import FlashOptions, Placement
+from twin_attention.contract.spec import FlashOptions
 from twin_attention.contract.validate.errors import not_constant
 
 
@@ -102,7 +102,7 @@ class Attention(ABC):
     def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
         spec = self._check(describe_operands(operands, operand), options)
         first = [x for x in operands[:3] if x is not None]
-        return replace(spec, placement=Placement(rows_aligned(*first, *read)))
+        return replace(spec, rows_aligned=rows_aligned(*first, *read))
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
         given = tuple(arguments.pop(name) for name in self.operands._fields)

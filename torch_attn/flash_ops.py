@@ -33,7 +33,7 @@ from twin_attention.contract.operands import (
     frozen_operands,
     has_terms,
 )
-from twin_attention.contract.spec import FlashOptions, Placement
+from twin_attention.contract.spec import FlashOptions
 from twin_attention.contract.validate.attention import (
     check_flash_attention,
     check_flash_attention_varlen,
@@ -188,7 +188,7 @@ class FlashAttention(Attention):
         # Only the forward has row maxima.
         spec = replace(spec, row_max=False, frozen=tuple(others[0].split()))
         if others[-1] is not None:
-            spec = replace(spec, placement=Placement())
+            spec = replace(spec, rows_aligned=True)
         return Call("flash_bwd", self.run_backward, spec, dout.device, others)
 
     def run_jvp(self, function, spec, backend, *tensors: Any):

@@ -6,7 +6,7 @@ import pytest
 import torch_attn.families  # noqa: F401
 from pallas_attn import private
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache, PagedSpec
-from twin_attention.contract.spec import AttentionSpec, Placement, VarlenSpec, Window
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.interop.kernels import in_jax
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from twin_attention.targets import family, foreign, sm90, versions
@@ -15,7 +15,6 @@ from twin_attention.targets.family import FAMILIES, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.splits import ROWS_OF_CHUNKS, block_rows, decode_kernel
 
-UNALIGNED = Placement(rows_aligned=False)
 SPEC = AttentionSpec(1, 128, 128, 2, 2, 64, 64, "float16", 0.125)
 GLUON, GLUON_SM90, TRITON, REFERENCE = FAMILIES["torch_attn"]
 
@@ -75,7 +74,7 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
     assert choice(None, "sm90") == choice("gluon", "sm90") == chosen
     for problem, reason in (
         ({"dtype": "float32"}, "its products take float16 and bfloat16, not float32"),
-        ({"placement": UNALIGNED}, "TMA loads rows that begin at multiples of 16 bytes"),
+        ({"rows_aligned": False}, "TMA loads rows that begin at multiples of 16 bytes"),
     ):
         others = (other, f"gluon: {reason}")
         spec = replace(SPEC, **problem)
@@ -263,7 +262,7 @@ CHUNKS = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_token
         ({"tokens": 4 * 31 + 1, "num_splits": 1}, None),  # rounded up, 32 tokens of 4 heads
         ({"tokens": 4 * 31}, "its paged attention is for chunks, of 128 query rows on average"),
         ({"heads_q": 20}, "its kv heads have a power of two of query heads, at most 64"),
-        ({"placement": UNALIGNED}, "TMA loads rows that begin at multiples of 16 bytes"),
+        ({"rows_aligned": False}, "TMA loads rows that begin at multiples of 16 bytes"),
         ({"has_tree": True}, "its paged attention takes no trees"),
         ({"alibi": True}, "its paged attention takes no alibi_slopes"),
         ({"cache": replace(CHUNKS.cache, latent=True)},

@@ -316,7 +316,7 @@ def test_a_backward_follows_the_layouts_of_all_that_was_saved(backwards):
     for unpack in (lambda x: x, heads_first, unaligned) * 2:
         made = backward(unpack)
     assert [made.index(call) for call in made] == [0, 1, 2] * 2  # recognised, each as its own
-    assert [call.spec.placement.rows_aligned for call in made[:3]] == [True, True, False]
+    assert [call.spec.rows_aligned for call in made[:3]] == [True, True, False]
     assert [call.backend.family.name for call in made[:3]] == ["gluon", "gluon", "triton"]
 
 

@@ -25,7 +25,6 @@ from tuning.static.operands import decode_operands, flash_operands
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.contract.reference.attention import attention_forward
-from twin_attention.contract.spec import Placement
 from twin_attention.interop.kernels.torch_host import operand_of, plan_of
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.targets.family import FAMILIES, Backend, portable_backend
@@ -119,7 +118,7 @@ def test_recording_compiles_only(kernel):
     ("target", "changes", "arch"),
     [
         ("sm90", {}, None),
-        ("sm90", {"placement": Placement(rows_aligned=False)}, "sm80"),
+        ("sm90", {"rows_aligned": False}, "sm80"),
         ("sm90", {"dtype": "float32"}, None),
         ("sm90", {"dtype": "float32", "precision": "tf32"}, "sm80"),
         ("sm80", {}, "sm80"),

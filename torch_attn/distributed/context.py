@@ -36,14 +36,7 @@ from twin_attention.contract.operands import (
     PartialOperands,
     describe_operands,
 )
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    FlashOptions,
-    PartialSpec,
-    Placement,
-    Precision,
-    Window,
-)
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Precision, Window
 from twin_attention.contract.transfers import (
     EXCHANGES,
     Rows,
@@ -346,13 +339,13 @@ def _part(spec: PartialSpec) -> _Numbered:
 
 @lru_cache(maxsize=1024)
 def _parts(
-    call: _ContextCall, plan: ContextPlan, rank: int, placement: Placement, operation: str
+    call: _ContextCall, plan: ContextPlan, rank: int, aligned: bool, operation: str
 ) -> tuple[_Numbered, ...]:
     steps = exchange_steps(plan, call.options.window, call.exchange, rank)
     with_keys = [step for step in steps if step.received] or steps
     found = []
     for step in steps:
-        spec = replace(call.spec, seq_kv=step.num_keys, placement=placement)
+        spec = replace(call.spec, seq_kv=step.num_keys, rows_aligned=aligned)
         if operation == "partial_fwd":
             spec = replace(spec, first=step is with_keys[0], last=step is with_keys[-1])
         found.append(_part(spec))
@@ -367,12 +360,12 @@ def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class RankCall(NamedTuple):
-    """Hold what a call's hops have in common; a fixed `placement` lets one family run all hops."""
+    """Hold what a call's hops have in common; a fixed `aligned` lets one family run all hops."""
 
     peers: Peers
     call: _ContextCall
     plan: ContextPlan
-    placement: Placement = Placement()
+    aligned: bool = True
 
     @property
     def window(self) -> Window:
@@ -400,7 +393,7 @@ class RankCall(NamedTuple):
         """
         call, peers = self.call, self.peers
         steps = _steps(self.plan, self.window, call.exchange, peers.rank, q.device)
-        parts = _parts(call, self.plan, peers.rank, self.placement, operation)
+        parts = _parts(call, self.plan, peers.rank, self.aligned, operation)
         if operation == "partial_bwd":
             steps, parts = (*steps[1:], steps[0]), (*parts[1:], parts[0])
         transfer = self._fetch(steps[0], k, v)
@@ -479,7 +472,7 @@ class _ContextAttention(torch.autograd.Function):
         # This rank's keys need the same layout as other ranks', so that the last call is found at
         # once.
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
-        problem = problem._replace(placement=Placement(rows_aligned(q, k, v)))
+        problem = problem._replace(aligned=rows_aligned(q, k, v))
         out = lse = None
         for _, part, operands in problem.hops("partial_fwd", q, k, v):
             if operands is not None:
@@ -497,7 +490,7 @@ class _ContextAttention(torch.autograd.Function):
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
-        problem = problem._replace(placement=Placement(rows_aligned(q, k, v, dout, out)))
+        problem = problem._replace(aligned=rows_aligned(q, k, v, dout, out))
         carry, of_keys = _NO_CARRY, GradientSums(k.shape[1])
         arriving, rows = Transfer(None), ()
         for step, part, operands in problem.hops("partial_bwd", q, k, v):

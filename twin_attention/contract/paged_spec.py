@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
 from twin_attention.contract.spec import (
     BITS,
     MergeSpec,
-    Placement,
     ScoreRule,
     Traits,
     Window,
@@ -173,7 +172,7 @@ class DecodeSpec(Traits):
         has_tree: the new tokens are a tree.
         ranges: how many each new token has.
         cascade: pages that several sequences begin with are read once.
-        batch_invariant: as in `AttentionSpec`.
+        batch_invariant, rows_aligned: as in `AttentionSpec`.
     """
 
     batch: int
@@ -190,7 +189,7 @@ class DecodeSpec(Traits):
     cascade: bool = False
     alibi: bool = False
     batch_invariant: bool = False
-    placement: Placement = field(default_factory=Placement)
+    rows_aligned: bool = True
 
     @classmethod
     def of(

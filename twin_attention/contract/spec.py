@@ -135,16 +135,6 @@ class ScoreRule(NamedTuple):
         return cls(scale, softcap, scale_first, exp2_scale, precision, cap_scale, small_cap)
 
 
-@dataclass(frozen=True)
-class Placement:
-    """Where operands lie in memory, which no result depends on.
-
-    rows_aligned: every row begins at a multiple of 16 bytes, as TMA needs.
-    """
-
-    rows_aligned: bool = True
-
-
 class Traits:
     """Hold what kernels ask of any problem.
 
@@ -167,6 +157,8 @@ class AttentionSpec(Traits):
         window: visibility rule, `causal` included.
         deterministic: a backward gives the same bits every time; False allows sums in any order.
         precision: "ieee" in 16 bits.
+        rows_aligned: every row in memory begins at a multiple of 16 bytes, as TMA needs. No result
+            depends on it.
         segmented: there are segment ids.
         tree: keys have ends.
         depths: the window's left side counts depths in place of positions.
@@ -192,7 +184,7 @@ class AttentionSpec(Traits):
     softcap: float | None = None
     deterministic: bool = False
     precision: Precision = "ieee"
-    placement: Placement = Placement()
+    rows_aligned: bool = True
     segmented: bool = False
     tree: bool = False
     depths: bool = False

@@ -44,7 +44,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels are for SM90"
     if spec.dtype_bits != 16:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
-    if not spec.placement.rows_aligned:
+    if not spec.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
     if spec.depths and spec.dropout is not None and "bias" in spec.terms:
         return "ptxas 12.8 crashes on windows of depths beside dropout and a bias"
@@ -98,8 +98,8 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
         return True
     if isinstance(spec, AttentionSpec) and spec.dtype_bits == 32 and spec.precision == "tf32":
         widths = {padded_head_dim(size) for size in (spec.head_dim, spec.head_dim_v)}
-        return kernel != "flash_fwd" and len(widths) == 1 and spec.placement.rows_aligned
-    return spec.placement.rows_aligned
+        return kernel != "flash_fwd" and len(widths) == 1 and spec.rows_aligned
+    return spec.rows_aligned
 
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
@@ -196,7 +196,7 @@ def _lacks_of_pages(spec: DecodeSpec, target: str | None) -> str | None:
         return f"its products take float16 and bfloat16, not {spec.cache.dtype}"
     if spec.cache.page_size not in (16, 32, 64, 128, 256):
         return "its pages have a power of two of keys, at least 16"
-    if not spec.placement.rows_aligned:
+    if not spec.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
     return None
 
