@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 from pallas_attn import private
 from twin_attention.targets import family, foreign, paged, sm80, sm90, versions
-from twin_attention.targets.family import Family, foreign_family
+from twin_attention.targets.family import Family
 from twin_attention.targets.kernels import Spec
 
 PACKAGE = "pallas_attn"
@@ -55,6 +59,23 @@ def _mosaic_paged_covers(operation: str, spec: Spec, target: str | None) -> str 
     )
 
 
+def _of_torch(name: str, folder: str, **more: Any) -> Family:
+    """Describe a family of `torch_attn` that JAX launches; `more` are other attributes."""
+
+    def covers(operation: str, spec: Spec, target: str | None) -> str | None:
+        missing = family.import_error(_IN_JAX)
+        return missing or import_module(_IN_JAX).supports(folder, operation, spec, target)
+
+    def function(operation: str) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            *operands, spec, backend = arguments
+            return import_module(_IN_JAX).run(backend, operation, spec, *operands)
+
+        return run
+
+    return Family(name, "torch_attn", folder, covers=covers, abroad=function, **more)
+
+
 FAMILIES = (
     Family("mosaic", PACKAGE, "sm80", covers=_mosaic_sm80_covers),
     Family("mosaic", PACKAGE, "sm90", covers=_mosaic_sm90_covers),
@@ -63,10 +84,8 @@ FAMILIES = (
     Family("reference", PACKAGE),
 )
 FOREIGN = (
-    foreign_family("gluon", "torch_attn", "sm80", _IN_JAX),
-    foreign_family("gluon", "torch_attn", "sm90", _IN_JAX, faster=foreign.gluon_is_faster,
-                   batch_invariant=True),
-    foreign_family("torch_triton", "torch_attn", "portable", _IN_JAX, has_interpreter=True,
-                   batch_invariant=True),
-)  # fmt: skip
+    _of_torch("gluon", "sm80"),
+    _of_torch("gluon", "sm90", faster=foreign.gluon_is_faster, batch_invariant=True),
+    _of_torch("torch_triton", "portable", has_interpreter=True, batch_invariant=True),
+)
 family.FAMILIES[PACKAGE], family.FOREIGN[PACKAGE] = FAMILIES, FOREIGN

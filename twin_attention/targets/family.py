@@ -104,28 +104,6 @@ FAMILIES: dict[str, tuple[Family, ...]] = {}
 FOREIGN: dict[str, tuple[Family, ...]] = {}
 
 
-def foreign_family(name: str, package: str, folder: str, bridge: str, **more: Any) -> Family:
-    """Describe a family as the other side sees it; `bridge` is the module that launches it.
-
-    The bridge's `supports` takes the folder and the arguments of `Family.supports`; its `run`
-    takes the side's own backend, the operation, the problem and the operands. `more` are other
-    attributes of `Family`.
-    """
-
-    def covers(operation: str, spec: Spec, target: str | None) -> str | None:
-        missing = import_error(bridge)
-        return missing or import_module(bridge).supports(folder, operation, spec, target)
-
-    def function(operation: str) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            *operands, spec, backend = arguments
-            return import_module(bridge).run(backend, operation, spec, *operands)
-
-        return run
-
-    return Family(name, package, folder, covers=covers, abroad=function, **more)
-
-
 def own_family(package: str, folder: str | None) -> Family:
     """Return the family of a side whose kernels are in this folder."""
     return next(x for x in FAMILIES[package] if x.folder == folder)
