@@ -220,7 +220,7 @@ def failures(result: CaseResult) -> list[str]:
                 f"{c.title}: {c.output} against {c.against}: "
                 f"max error {a.max_error:.3g} (budget {a.max_budget:.3g}), "
                 f"rmse {a.rmse:.3g} (budget {a.rmse_budget:.3g})"
-                + (f", alone {a.each:.3g} times its budget" if a.each > 1 else "")
+                + (f", one row or number {a.each:.3g} times its budget" if a.each > 1 else "")
                 + ("" if a.finite else ", NaN or an unexpected infinity")
             )
     return lines
