@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from bench.ranges import RangeCase
 from bench.records import Record, load
 from bench.report.tables import best_peer, by_case, groups, number, percent, ratio, runs
-from twin_attention.contract.spec import AttentionSpec
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.interop.rendering.tables import Grid, to_markdown
 from twin_attention.targets import paged
@@ -28,8 +27,9 @@ SLOWER = 0.97  # cases below this speed are listed
 _FAMILIES = {"torch": ("gluon", "triton", "twin"), "jax": ("mosaic", "triton", "twin")}
 _FUNCTIONS = {
     "forward": "flash_fwd", "backward": "flash_bwd", "both": "flash_bwd", "jvp": "flash_jvp",
+    "decode": "paged_decode",
 }  # fmt: skip
-_MODELS = ("h200-models", "h200-models-4096", "h200-models-4096-jax", "h200-models-4x4096-jax")
+_MODELS = ("h200-models", "h200-models-4x4096")
 
 
 class Row(NamedTuple):
@@ -99,7 +99,9 @@ def _ratios(row: Row, records: Sequence[Record]) -> tuple[str, list[Ratio]]:
     ]  # fmt: skip
     ratios = []
     for run in runs(kept):
-        for case, timed in by_case(run).items():
+        # A training step is compared within its framework.
+        parts = groups(run, lambda r: r.framework).values() if row.operation == "step" else [run]
+        for case, timed in (x for part in parts for x in by_case(part).items()):
             if (peer := best_peer(timed)) is not None:
                 ours = [_default(timed, row.operation, name) for name in FRAMEWORKS]
                 ratios.append(Ratio(case, peer, tuple(ratio(timed, x, peer) for x in ours)))
@@ -113,9 +115,9 @@ def _default(timed: dict[str, Record], operation: str, framework: str) -> str:
         spec = _spec(next(iter(timed.values())).case)
         if operation == "decode" and paged.slower("paged_decode", spec, "sm90"):
             families = families[1:]
-        elif framework == "JAX" and operation in _FUNCTIONS:
+        if framework == "JAX" and operation in _FUNCTIONS:
             function = _FUNCTIONS[operation]
-            if isinstance(spec, AttentionSpec) and gluon_is_faster(function, spec, "sm90"):
+            if gluon_is_faster(function, spec, "sm90"):
                 families = ("gluon", *families)
     labels = (f"{side} {family} sm90" for family in families)
     return next((label for label in labels if label in timed), "")
