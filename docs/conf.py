@@ -35,7 +35,7 @@ root_doc = "docs/index"
 include_patterns = [
     "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "examples/README.md", "bench/results/*.md",
 ]  # fmt: skip
-exclude_patterns = ["docs/history/**", "docs/style/**"]  # the first is for maintainers
+exclude_patterns = [".*", "docs/history/**", "docs/style/**"]  # the second is for maintainers
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
 html_theme = "furo"
