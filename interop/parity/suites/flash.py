@@ -44,11 +44,6 @@ def _small() -> Iterator[FlashCase]:
         base, name="tree-any", tree="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1, causal=True,
         dtype="float16",
     )  # fmt: skip
-    yield replace(
-        base, name="tree-all-options", tree="nested", depths=True, segments="documents", seq_q=97,
-        heads_q=4, head_dim=72, head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0,
-        sinks=True, scale=0.2, deterministic=True,
-    )  # fmt: skip
     # Ranges outside the keys, backwards and empty.
     yield replace(
         base, name="ranges-any", ranges="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1,
@@ -104,6 +99,11 @@ def _full() -> Iterator[FlashCase]:
         base, name="terms-all-options", relative=31, alibi="all", batch=2, segments="documents",
         tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48, causal=True,
         window_size=(40, None), softcap=30.0, sinks=True, scale=0.2, deterministic=True,
+    )  # fmt: skip
+    yield replace(
+        base, name="tree-all-options", tree="nested", depths=True, segments="documents", seq_q=97,
+        heads_q=4, head_dim=72, head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0,
+        sinks=True, scale=0.2, deterministic=True,
     )  # fmt: skip
     yield replace(base, name="bf16")
     yield replace(base, name="fp16-causal", causal=True, dtype="float16")

@@ -33,10 +33,9 @@ def _small_varlen() -> Iterator[VarlenCase]:
         window_size=(12, None), dtype="float16",
     )  # fmt: skip
     yield replace(
-        base, name="varlen-ranges", lengths=((17, 50), (0, 5), (33, 20), (70, 70)), ranges="both",
+        base, name="varlen-ranges", lengths=((17, 50), (0, 5), (33, 20), (70, 70)), ranges="any",
         window_size=(12, None), relative=9,
     )  # fmt: skip
-    yield replace(base, name="varlen-ranges-any", ranges="any", tree="any", sinks=True)
     yield replace(
         base, name="varlen-batch-invariant", dtype="float16", window_size=(20, 0), softcap=20.0,
         batch_invariant=True,
@@ -47,6 +46,7 @@ def _small_varlen() -> Iterator[VarlenCase]:
 def _full_varlen() -> Iterator[VarlenCase]:
     base, lengths = VarlenCase(""), ((17, 50), (0, 5), (33, 20), (4, 0))
     yield replace(base, name="varlen-bf16")
+    yield replace(base, name="varlen-ranges-tree", ranges="both", tree="any", sinks=True)
     yield replace(base, name="varlen-relative", relative=9, causal=False)
     yield replace(base, name="varlen-dropout", lengths=lengths, dropout_rate=0.3, head_dim=32)
     yield replace(base, name="varlen-tree", tree="nested")
